@@ -1,0 +1,261 @@
+"""KernelConfig: *how* a kernel runs. Changes speed, never results beyond rounding.
+
+`FwdConfig` and `BwdConfig` are flat records of named fields, so that a stored trial stays readable
+and survives a reordering of the search space. `infeasible` is the one statement of the
+constraints; search, look-up and default all ask it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple
+
+from attngen.errors import NoFeasibleConfigError, SpecError, nearest
+from attngen.gpu import GpuInfo
+from attngen.spec import AttentionSpec, Part
+from attngen.workload import Bucket, Direction
+
+Tiles = Literal["pointer", "descriptor"]
+MIN_BLOCK = 16
+REGISTERS_PER_THREAD = 255
+
+
+@dataclass(frozen=True, kw_only=True)
+class FwdConfig:
+    """Forward: one program computes `block_m` query rows (the paper's B_r) against key tiles of
+    `block_n` (B_c)."""
+
+    lowering: Literal["triton"] = "triton"
+    tiles: Tiles = "pointer"
+    """How K and V tiles are addressed: by pointers, or by tensor descriptors (TMA on Hopper)."""
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    @property
+    def key(self) -> str:
+        return _key(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BwdConfig:
+    """Backward: the dk/dv kernel keeps `block_n` keys and walks query tiles of `block_m`; the dq
+    kernel keeps `dq_block_m` queries and walks key tiles of `dq_block_n`."""
+
+    lowering: Literal["triton"] = "triton"
+    tiles: Tiles = "pointer"
+    dq: Literal["kernel", "atomic"] = "kernel"
+    """Where dq is computed: by a kernel of its own (deterministic), or added up in float32 by the
+    dk/dv kernel (five matrix products instead of seven; the order of the adds is free). The
+    `dq_*` tile sizes are unused then."""
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    dq_block_m: int = 64
+    dq_block_n: int = 64
+    dq_num_warps: int = 4
+    dq_num_stages: int = 2
+
+    def __post_init__(self) -> None:
+        if self.dq == "atomic":
+            for field in fields(self):
+                if field.name in _DQ_TILE:
+                    object.__setattr__(self, field.name, field.default)
+
+    @property
+    def key(self) -> str:
+        return _key(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The named fields; without the tile of the dq kernel if there is none."""
+        unused = _DQ_TILE if self.dq == "atomic" else ()
+        return {name: value for name, value in asdict(self).items() if name not in unused}
+
+
+_DQ_TILE = ("dq_block_m", "dq_block_n", "dq_num_warps", "dq_num_stages")
+
+
+KernelConfig = FwdConfig | BwdConfig
+CONFIG_CLASS: dict[Direction, type[FwdConfig] | type[BwdConfig]] = {
+    "fwd": FwdConfig,
+    "bwd": BwdConfig,
+}
+
+
+def _key(config: KernelConfig) -> str:
+    """Readable and canonical: `lowering=triton,tiles=pointer,block_m=128,...`."""
+    return ",".join(f"{name}={value}" for name, value in config.as_dict().items())
+
+
+def from_dict(direction: Direction, named: dict[str, Any]) -> KernelConfig:
+    """A config from its named fields.
+
+    Raises:
+        SpecError: a field is unknown or missing.
+    """
+    cls = CONFIG_CLASS[direction]
+    known = [f.name for f in fields(cls)]
+    for name in named:
+        if name not in known:
+            raise SpecError(
+                f"unknown {direction} config field {name!r}{nearest(name, known)} "
+                f"fields: {', '.join(known)}"
+            )
+    try:
+        return cls(**named)
+    except TypeError as error:
+        raise SpecError(f"{direction} config {named} is incomplete: {error}") from None
+
+
+def parse(direction: Direction, text: str) -> KernelConfig:
+    """Read `block_m=128,block_n=64,num_warps=4,num_stages=2`."""
+    named: dict[str, Any] = {}
+    for item in filter(None, text.split(",")):
+        name, _, value = item.partition("=")
+        named[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
+    return from_dict(direction, named)
+
+
+class Footprint(NamedTuple):
+    """What one kernel of a config needs, estimated by a formula (no compiler)."""
+
+    kernel: str
+    shared_bytes: int
+    registers: int
+    """Of 32 bits, per thread, for accumulators and score tiles alone."""
+
+
+def _width(parts: tuple[Part, ...]) -> int:
+    return sum(part.width for part in parts)
+
+
+def footprints(spec: AttentionSpec, config: KernelConfig) -> list[Footprint]:
+    """Estimated shared memory and registers of each kernel of a config."""
+    d, dv, size = _width(spec.qk_parts), _width(spec.v_parts), spec.element_size
+    stages = max(config.num_stages, 1)
+    threads = 32 * config.num_warps
+    m, n = config.block_m, config.block_n
+    if isinstance(config, FwdConfig):
+        shared = m * d * size + stages * n * (d + dv) * size
+        registers = (m * dv + m * n) // threads
+        return [Footprint("attn_fwd", shared, registers)]
+    found = [
+        Footprint(
+            "attn_bwd_dkdv",
+            n * (d + dv) * size + stages * m * (d + dv) * size + m * n * size,
+            (n * (d + dv) + 2 * m * n) // threads,
+        )
+    ]
+    if config.dq == "kernel":
+        m, n, threads = config.dq_block_m, config.dq_block_n, 32 * config.dq_num_warps
+        stages = max(config.dq_num_stages, 1)
+        found.append(
+            Footprint(
+                "attn_bwd_dq",
+                m * (d + dv) * size + stages * n * (d + dv) * size,
+                (m * d + 2 * m * n) // threads,
+            )
+        )
+    return found
+
+
+def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[str]:
+    """Why a config cannot serve a spec on a GPU; empty if it can.
+
+    The formula errs on the side of trying: what it lets through, the compiler's own figures
+    decide (`attngen.tuner`).
+    """
+    why = []
+    for name, value in config.as_dict().items():
+        if "block_" in name and (value < MIN_BLOCK or value & (value - 1)):
+            why.append(f"{name}={value} must be a power of two from {MIN_BLOCK}")
+        elif name.endswith("num_warps") and value not in (1, 2, 4, 8, 16):
+            why.append(f"{name}={value} must be 1, 2, 4, 8 or 16")
+        elif name.endswith("num_stages") and not 1 <= value <= 8:
+            why.append(f"{name}={value} must be from 1 to 8")
+    if why:
+        return why
+    if isinstance(config, BwdConfig) and config.dq == "atomic" and spec.deterministic:
+        why.append("dq=atomic adds in no fixed order, and the spec asks for deterministic=true")
+    if gpu.is_interpreter:
+        return why
+    if config.tiles == "descriptor" and not gpu.has_tma:
+        why.append(f"tiles=descriptor needs sm_90 or later, {gpu.name} is {gpu.arch}")
+    for need in footprints(spec, config):
+        if need.shared_bytes > gpu.shared_memory:
+            why.append(
+                f"{need.kernel} needs about {need.shared_bytes} bytes of shared memory, "
+                f"{gpu.name} has {gpu.shared_memory}"
+            )
+        if need.registers > 2 * REGISTERS_PER_THREAD:
+            why.append(f"{need.kernel} needs about {need.registers} registers a thread")
+    return why
+
+
+def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
+    """The config used when nothing was measured: the first feasible one of a short list.
+
+    Raises:
+        NoFeasibleConfigError: none of the list fits; says why for each.
+    """
+    refused = []
+    for config in _defaults(spec, bucket, gpu):
+        why = infeasible(spec, config, gpu)
+        comfortable = all(
+            need.registers <= REGISTERS_PER_THREAD for need in footprints(spec, config)
+        )
+        if not why and (comfortable or gpu.is_interpreter):
+            return config
+        refused.append(f"{config.key}: {'; '.join(why) or 'too many registers a thread'}")
+    raise NoFeasibleConfigError(
+        f"no {bucket.direction} config fits {spec.text_key} on {gpu.name}; tried:\n  "
+        + "\n  ".join(refused)
+        + "\nuse a smaller head_dim or a 16-bit dtype"
+    )
+
+
+def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[KernelConfig]:
+    """Candidates for the default, best guess first; ever smaller tiles, so that one fits."""
+    rows = max(MIN_BLOCK, bucket.seqlen_q or 128)
+    keys = max(MIN_BLOCK, bucket.seqlen_k or 128)
+    tall = ((128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))
+    if gpu.is_interpreter:
+        tall = ((64, 64, 4, 1), *tall)
+    elif spec.dtype == "float32":
+        tall = ((64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+    for m, n, warps, stages in tall:
+        wide = max(spec.head_dim, spec.head_dim_v) > 128 and m == 128
+        if bucket.direction == "fwd":
+            yield FwdConfig(
+                block_m=min(m, rows),
+                block_n=min(n, keys),
+                num_warps=8 if wide else warps,
+                num_stages=stages,
+            )
+        else:
+            m, n = min(m, 64), min(n, 64)
+            yield BwdConfig(
+                dq="kernel",
+                block_m=min(n, rows),
+                block_n=min(m, keys),
+                num_warps=warps,
+                num_stages=stages,
+                dq_block_m=min(m, rows),
+                dq_block_n=min(n, keys),
+                dq_num_warps=warps,
+                dq_num_stages=stages,
+            )
+    if bucket.direction == "bwd":
+        yield BwdConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, dq_block_m=16,
+                        dq_block_n=16, dq_num_warps=4, dq_num_stages=1)
+
+
+def with_tiles(config: KernelConfig, tiles: Tiles) -> KernelConfig:
+    """The same config with K and V tiles addressed another way."""
+    return replace(config, tiles=tiles)

@@ -1,0 +1,60 @@
+"""What can go wrong, as one tree.
+
+AttngenError
+├── SpecError (ValueError)         a spec, a shape, a device or an argument is wrong
+│   ├── UnsupportedSpecError       legal, but not built (yet): lists every reason
+│   └── DtypeError (TypeError)     tensors of different or unexpected dtypes
+├── KernelCompileError             an emitted file does not compile: names file and line
+├── NoFeasibleConfigError          no tile fits the GPU: lists what was tried
+├── StoreError                     the tuning database cannot be read or written
+└── TuningError                    a tuning run cannot start or produced no winner
+
+Every message says what was wrong, the value, what is allowed and the next step.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class AttngenError(Exception):
+    """Base of everything attngen raises on purpose."""
+
+
+class SpecError(AttngenError, ValueError):
+    """A spec, shape, device or argument is wrong."""
+
+
+class UnsupportedSpecError(SpecError):
+    """The spec is legal but cannot be built; `reasons` lists every cause."""
+
+    def __init__(self, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__("unsupported spec: " + "; ".join(self.reasons))
+
+
+class DtypeError(SpecError, TypeError):
+    """Tensors have different dtypes, or one that the spec does not name."""
+
+
+class KernelCompileError(AttngenError):
+    """An emitted file does not compile."""
+
+
+class NoFeasibleConfigError(AttngenError):
+    """No configuration fits the GPU."""
+
+
+class StoreError(AttngenError):
+    """The tuning database cannot be read or written."""
+
+
+class TuningError(AttngenError):
+    """A tuning run cannot start, or ended without a winner."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """`'; did you mean X?'`, or an empty string if nothing comes close."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,111 @@
+"""Triton's interpreter, for CPU tensors on a machine without a GPU.
+
+`triton.jit` decides when it decorates whether a function will be interpreted. Emitted files are
+decorated under `interpreting()`; the library functions of `triton.language` (max, sum, philox, ...)
+were decorated whenever triton was first imported, perhaps by torch, so they are replaced by their
+interpreted forms once. After that this process cannot compile kernels: interpreter and compiler do
+not share a process (the tuner compiles in child processes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import warnings
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.experimental.gluon  # copies triton.language's functions: must see them compiled
+import triton.language
+from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
+from triton.runtime.jit import JITFunction
+
+_FORCE = "ATTNGEN_INTERPRET"
+
+
+@functools.cache
+def enabled() -> bool:
+    """True if this process interprets: no CUDA device, or ATTNGEN_INTERPRET=1."""
+    return os.environ.get(_FORCE, "") == "1" or not torch.cuda.is_available()
+
+
+@functools.cache
+def switch_on() -> None:
+    """Put triton.language into interpreted form, with one notice. Does it once."""
+    if os.environ.get("TRITON_INTERPRET", "") != "1":
+        warnings.warn(
+            "attngen: no CUDA device in use; kernels run in Triton's interpreter on the CPU, "
+            "which checks results and is slow",
+            stacklevel=2,
+        )
+    _repair_bfloat16()
+    for module in _language_modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, JITFunction):
+                setattr(module, name, InterpretedFunction(value.fn))
+
+
+def _repair_bfloat16() -> None:
+    """Give the interpreter bfloat16 products and rounding to nearest.
+
+    Triton 3.6 keeps bfloat16 as the bits of a uint16, multiplies those as integers, and truncates
+    when it narrows.
+    """
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    language = triton.language
+
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        pair = src.dtype.scalar, dst_type.scalar
+        if pair == (language.bfloat16, language.float32):
+            return TensorHandle(_widen(src.data), language.float32)
+        if pair == (language.float32, language.bfloat16):
+            return TensorHandle(_narrow(src.data), language.bfloat16)
+        return cast(self, src, dst_type)
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        if a.dtype.scalar == language.bfloat16:
+            a = TensorHandle(_widen(a.data), language.float32)
+            b = TensorHandle(_widen(b.data), language.float32)
+        return dot(self, a, b, d, *options)
+
+    InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_dot = create_dot
+
+
+def _widen(bits: np.ndarray) -> np.ndarray:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _narrow(values: np.ndarray) -> np.ndarray:
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
+
+
+def _language_modules() -> list[ModuleType]:
+    language = triton.language
+    return [
+        language,
+        *(
+            value
+            for value in vars(language).values()
+            if isinstance(value, ModuleType) and value.__name__.startswith("triton.language")
+        ),
+    ]
+
+
+@contextlib.contextmanager
+def interpreting() -> Iterator[None]:
+    """Decorate what is imported inside for the interpreter."""
+    switch_on()
+    before = triton.knobs.runtime.interpret
+    triton.knobs.runtime.interpret = True
+    try:
+        yield
+    finally:
+        triton.knobs.runtime.interpret = before

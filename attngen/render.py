@@ -1,0 +1,101 @@
+"""`(spec, config) -> text`: a pure function, with no clock, device or environment in the text."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import jinja2
+
+from attngen.config import BwdConfig, FwdConfig, KernelConfig
+from attngen.paths import data_dir
+from attngen.spec import AttentionSpec, Part
+from attngen.workload import Direction
+
+TEXT_VERSION = "0.1"
+
+
+@functools.lru_cache(maxsize=1)
+def _environment() -> jinja2.Environment:
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(data_dir("templates")),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["named"] = _named
+    environment.filters["chomp"] = lambda text: text.removesuffix("\n")
+    return environment
+
+
+def _named(parts: tuple[Part, ...], name: str) -> str:
+    """The variables of a tiled dim: `acc`, or `acc0, acc1`."""
+    return ", ".join(name + part.suffix for part in parts)
+
+
+def direction_of(config: KernelConfig) -> Direction:
+    """Which direction a config belongs to."""
+    return "fwd" if isinstance(config, FwdConfig) else "bwd"
+
+
+def render(spec: AttentionSpec, config: KernelConfig) -> str:
+    """The text of the kernel file of a spec and a config. Sees only `spec.text`."""
+    text = spec.text
+    direction = direction_of(config)
+    template = _environment().get_template(f"{direction}.{config.lowering}.py.jinja")
+    return template.render(
+        spec=text,
+        config=config,
+        direction=direction,
+        title=title(text, config),
+        version=TEXT_VERSION,
+    )
+
+
+def title(spec: AttentionSpec, config: KernelConfig) -> str:
+    """One line that says what the kernel computes."""
+    dims = f"head_dim {spec.head_dim}"
+    if spec.head_dim_v != spec.head_dim:
+        dims += f"/{spec.head_dim_v}"
+    traits = [spec.dtype, dims]
+    traits += ["causal"] if spec.is_causal else []
+    traits += ["window"] if spec.has_window_left or spec.has_window_right else []
+    traits += ["softcap"] if spec.has_softcap else []
+    traits += ["dropout"] if spec.has_dropout else []
+    traits += [f"tiles by {config.tiles}"]
+    what = "forward" if direction_of(config) == "fwd" else "backward"
+    return f"Attention {what}: {', '.join(traits)}."
+
+
+def structure(config: KernelConfig) -> tuple[str, ...]:
+    """The config fields that choose text; all others are constants of the CONFIG lines."""
+    if isinstance(config, BwdConfig):
+        return (config.lowering, config.tiles, config.dq)
+    return (config.lowering, config.tiles)
+
+
+@functools.lru_cache(maxsize=256)
+def template_hash(spec: AttentionSpec, direction: Direction) -> str:
+    """Hash of every text the spec can have, with the tunable constants held fixed.
+
+    A tuning record carries it: the hash changes if and only if a kernel's text does.
+    """
+    digest = hashlib.sha256()
+    for config in structural_variants(direction):
+        digest.update(render(spec, config).encode())
+    return digest.hexdigest()[:16]
+
+
+def structural_variants(direction: Direction) -> list[KernelConfig]:
+    """One config for each text a spec can have in a direction."""
+    if direction == "fwd":
+        return [
+            FwdConfig(tiles=tiles, block_m=64, block_n=64, num_warps=4, num_stages=2)
+            for tiles in ("pointer", "descriptor")
+        ]
+    return [
+        BwdConfig(tiles=tiles, dq=dq, block_m=64, block_n=64, num_warps=4, num_stages=2)
+        for tiles in ("pointer", "descriptor")
+        for dq in ("kernel", "atomic")
+    ]

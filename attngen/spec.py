@@ -1,0 +1,431 @@
+"""AttentionSpec: *what* is computed. The only place that validates it.
+
+Imports neither torch nor triton. Numbers that a kernel takes at run time (softmax_scale, softcap,
+dropout_p, window sizes) are fields here but never reach the emitted text: `spec.text` forgets
+them, and `spec.text_key` is all that a template, a tuning record or the torch op may see.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, NamedTuple
+
+from attngen.errors import SpecError, UnsupportedSpecError, nearest
+
+DTYPES = ("float16", "bfloat16", "float32")
+CAUSAL = (False, True, "bottom_right", "top_left")
+LAYOUTS = ("bhsd", "bshd", "thd")
+PRECISIONS = ("ieee", "tf32")
+FP8_SCALES = (None, "tensor", "head", "block")
+MAX_HEAD_DIM = 512
+MIN_PART = 16
+MAX_PARTS = 3
+
+# Fields of the public spec whose kernels are not built yet, with what each would bring.
+_NOT_BUILT = {
+    "alibi": "ALiBi slopes",
+    "bias": "an additive bias",
+    "attn_mask": "a boolean mask",
+    "sinks": "attention sinks",
+    "score_mod": "score functions",
+    "mask_mod": "mask functions",
+    "paged": "a paged KV cache",
+    "prefix_lm": "prefix-LM masks",
+    "documents": "document masks",
+    "tree_mask": "tree masks",
+    "block_map": "block maps",
+    "chunk": "chunked-local attention",
+    "fp8_scale": "FP8 inputs",
+}
+
+
+class Part(NamedTuple):
+    """One tile of a head dim: `width` columns (a power of two) from column `start`."""
+
+    index: int
+    start: int
+    width: int
+    padded: bool
+    """True if the part reaches past the head dim, so that its loads need a mask."""
+    suffix: str
+    """What variable names of this part end in: nothing if the dim is one part, else the index."""
+
+
+def split_head_dim(dim: int) -> tuple[Part, ...]:
+    """Cut a head dim into at most three power-of-two parts of at least 16 columns.
+
+    The least total width wins, then the fewest parts: 128 -> 128, 96 -> 64 + 32, 72 -> 64 + 16
+    (with 8 masked columns), 192 -> 128 + 64.
+    """
+    powers = [1 << e for e in range(MIN_PART.bit_length() - 1, MAX_HEAD_DIM.bit_length())]
+    best: tuple[int, ...] = ()
+
+    def extend(parts: tuple[int, ...]) -> None:
+        nonlocal best
+        total = sum(parts)
+        if total >= dim:
+            if not best or (total, len(parts)) < (sum(best), len(best)):
+                best = parts
+        elif len(parts) < MAX_PARTS:
+            for width in powers:
+                if not parts or width <= parts[-1]:
+                    extend((*parts, width))
+
+    extend(())
+    starts = [sum(best[:i]) for i in range(len(best))]
+    return tuple(
+        Part(i, start, width, start + width > dim, str(i) if len(best) > 1 else "")
+        for i, (start, width) in enumerate(zip(starts, best, strict=True))
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What one attention computes; frozen and hashable.
+
+    `out = dropout(softmax(mask(softcap(softmax_scale * q @ k.T)))) @ v`, per head.
+
+    Args:
+        head_dim: columns of q and k, 1 to 512 (above 256 where shared memory allows).
+        head_dim_v: columns of v and out; default `head_dim`.
+        dtype: "float16", "bfloat16" or "float32" (torch dtypes are accepted).
+        causal: False; True or "bottom_right" (query i sees key j iff j <= i + Sk - Sq);
+            "top_left" (j <= i, what SDPA's `is_causal` means).
+        window: (left, right), inclusive: query i sees keys from i - left to i + right, in aligned
+            positions; None is an open side. `causal` closes the right side.
+        dropout_p: probability, 0 to 1, of dropping an entry of the softmax matrix.
+        softmax_scale: multiplies q @ k.T; default 1 / sqrt(head_dim). Zero and negative are legal.
+        softcap: c > 0 turns a score s into c * tanh(s / c), before masks.
+        layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
+        precision: "ieee" or "tf32"; how float32 inputs are multiplied.
+        deterministic: True: same input, same bits, backward too. False admits atomic adds.
+            None: `torch.are_deterministic_algorithms_enabled()` at `attngen.compile`.
+        batch_invariant: one config for all sizes, so that a row's bits do not depend on what else
+            is in the batch.
+
+    The remaining fields are part of the public API, but their kernels are not built yet: turning
+    one on raises UnsupportedSpecError.
+
+    Raises:
+        SpecError: a value is out of range or a field is unknown.
+        UnsupportedSpecError: a legal combination that is not built; lists every reason.
+    """
+
+    head_dim: int
+    head_dim_v: int = None  # type: ignore[assignment]  # None means head_dim; an int once made
+    dtype: str = "bfloat16"
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    dropout_p: float = 0.0
+    softmax_scale: float | None = None
+    softcap: float | None = None
+    alibi: bool = False
+    bias: bool = False
+    attn_mask: bool = False
+    sinks: bool = False
+    score_mod: Any = None
+    mask_mod: Any = None
+    layout: str = "bhsd"
+    paged: bool = False
+    prefix_lm: bool = False
+    documents: bool = False
+    tree_mask: bool = False
+    block_map: bool = False
+    chunk: int | None = None
+    fp8_scale: str | None = None
+    precision: str = "ieee"
+    deterministic: bool | None = None
+    batch_invariant: bool = False
+
+    def __new__(cls, *args: Any, **named: Any) -> AttentionSpec:
+        _refuse_unknown(named)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen
+        put("dtype", str(self.dtype).removeprefix("torch."))
+        if self.head_dim_v is None:
+            put("head_dim_v", self.head_dim)
+        if isinstance(self.window, list):
+            put("window", tuple(self.window))
+        if self.window == (None, None):
+            put("window", None)
+        for name in ("dropout_p", "softmax_scale", "softcap"):
+            value = getattr(self, name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                put(name, float(value))
+        _validate(self)
+        reasons = [
+            f"{name} ({what}) is not built yet"
+            for name, what in _NOT_BUILT.items()
+            if getattr(self, name) not in (None, False)
+        ]
+        if self.layout == "thd":
+            reasons.append('layout="thd" (packed sequences) is not built yet')
+        if reasons:
+            raise UnsupportedSpecError(reasons)
+
+    # ---- what the emitted text may depend on -------------------------------------------------
+
+    @property
+    def is_causal(self) -> bool:
+        return self.causal is not False
+
+    @property
+    def has_window_left(self) -> bool:
+        return self.window is not None and self.window[0] is not None
+
+    @property
+    def has_window_right(self) -> bool:
+        """A right side other than the one `causal` closes."""
+        return self.window is not None and self.window[1] is not None and not self.is_causal
+
+    @property
+    def has_positions(self) -> bool:
+        """Which keys a query sees depends on where it stands."""
+        return self.is_causal or self.has_window_left or self.has_window_right
+
+    @property
+    def places_rows(self) -> bool:
+        """A kernel must know where its rows stand in the whole sequence."""
+        return self.has_positions or self.has_dropout
+
+    @property
+    def has_dropout(self) -> bool:
+        return self.dropout_p > 0
+
+    @property
+    def has_softcap(self) -> bool:
+        return self.softcap is not None
+
+    @property
+    def qk_parts(self) -> tuple[Part, ...]:
+        return split_head_dim(self.head_dim)
+
+    @property
+    def v_parts(self) -> tuple[Part, ...]:
+        return split_head_dim(self.head_dim_v)
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of one element of q."""
+        return 4 if self.dtype == "float32" else 2
+
+    @property
+    def tensor_args(self) -> tuple[str, ...]:
+        """Names of the entries of the op's `extra` list, in order."""
+        return ("dropout_seed",) if self.has_dropout else ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the op's results, in order."""
+        return ("out", "lse")
+
+    @property
+    def text(self) -> AttentionSpec:
+        """The spec with every number forgotten that the emitted text cannot see."""
+        open_side = lambda closed: 0 if closed else None  # noqa: E731
+        window = (open_side(self.has_window_left), open_side(self.has_window_right))
+        return replace(
+            self,
+            causal=self.is_causal,
+            window=window,
+            dropout_p=0.5 if self.has_dropout else 0.0,
+            softmax_scale=None,
+            softcap=1.0 if self.has_softcap else None,
+            layout="bhsd",
+            precision=self.precision if self.dtype == "float32" else "ieee",
+            deterministic=bool(self.deterministic),
+        )
+
+    @property
+    def text_key(self) -> str:
+        """`text` as a string, with `any` for each forgotten number; `parse` reads it back."""
+        return _format(self.text, forget=True)
+
+    # ---- reading and writing -----------------------------------------------------------------
+
+    @property
+    def key(self) -> str:
+        """The whole spec as one line, non-default fields only; `parse` reads it back."""
+        return _format(self)
+
+    def __str__(self) -> str:
+        return self.key
+
+    @classmethod
+    def parse(cls, line: str) -> AttentionSpec:
+        """Read `head_dim=128,dtype=bfloat16,causal=true,window=1023:0,softcap=any`."""
+        named: dict[str, Any] = {}
+        for item in filter(None, (piece.strip() for piece in line.split(","))):
+            name, equals, value = item.partition("=")
+            if not equals:
+                raise SpecError(
+                    f"spec item {item!r} has no '='; write a spec as "
+                    "head_dim=128,dtype=bfloat16,causal=true"
+                )
+            if name in named:
+                raise SpecError(f"spec field {name!r} is given twice; keep one")
+            _refuse_unknown({name: value})
+            named[name] = _parse_value(name, value.strip())
+        if "head_dim" not in named:
+            raise SpecError(f"spec {line!r} lacks head_dim; begin it with head_dim=128")
+        return cls(**named)
+
+    def to_json(self) -> str:
+        """One line of JSON, non-default fields only."""
+        return json.dumps({f.name: getattr(self, f.name) for f in _changed(self)})
+
+    @classmethod
+    def from_json(cls, line: str) -> AttentionSpec:
+        """The inverse of `to_json`."""
+        try:
+            named = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise SpecError(f"spec is not JSON ({error}); write it with spec.to_json()") from None
+        if not isinstance(named, dict):
+            raise SpecError(f"spec must be a JSON object, got {type(named).__name__}")
+        if isinstance(named.get("window"), list):
+            named["window"] = tuple(named["window"])
+        return cls(**named)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, for machines."""
+        return asdict(self)
+
+
+FIELDS = {f.name: f for f in fields(AttentionSpec)}
+
+
+def _refuse_unknown(named: dict[str, Any]) -> None:
+    for name in named:
+        if name not in FIELDS:
+            raise SpecError(
+                f"unknown spec field {name!r}{nearest(name, FIELDS)} fields: {', '.join(FIELDS)}"
+            )
+
+
+def _validate(spec: AttentionSpec) -> None:
+    for name in ("head_dim", "head_dim_v"):
+        value = getattr(spec, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_HEAD_DIM:
+            raise SpecError(
+                f"{name} must be an int from 1 to {MAX_HEAD_DIM}, got {value!r}; "
+                "split the heads or use a smaller head dim"
+            )
+    _one_of(spec, "dtype", DTYPES)
+    _one_of(spec, "layout", LAYOUTS)
+    _one_of(spec, "precision", PRECISIONS)
+    _one_of(spec, "fp8_scale", FP8_SCALES)
+    if spec.causal not in CAUSAL or isinstance(spec.causal, (int, float)) != isinstance(
+        spec.causal, bool
+    ):
+        raise SpecError(f"causal must be one of {_list(CAUSAL)}, got {spec.causal!r}")
+    if spec.window is not None:
+        _validate_window(spec.window)
+    if not isinstance(spec.dropout_p, float) or not 0.0 <= spec.dropout_p <= 1.0:
+        raise SpecError(f"dropout_p must be from 0 to 1, got {spec.dropout_p!r}")
+    scale = spec.softmax_scale
+    if scale is not None and not (isinstance(scale, float) and math.isfinite(scale)):
+        raise SpecError(
+            f"softmax_scale must be a finite number, got {scale!r}; None means 1/sqrt(head_dim)"
+        )
+    cap = spec.softcap
+    if cap is not None and not (isinstance(cap, float) and math.isfinite(cap) and cap > 0):
+        raise SpecError(f"softcap must be a positive number, got {cap!r}; None switches it off")
+    if spec.deterministic not in (None, True, False):
+        raise SpecError(f"deterministic must be None, True or False, got {spec.deterministic!r}")
+    for name, field in FIELDS.items():
+        if field.type == "bool" and not isinstance(getattr(spec, name), bool):
+            raise SpecError(f"{name} must be True or False, got {getattr(spec, name)!r}")
+
+
+def _validate_window(window: Any) -> None:
+    if not isinstance(window, tuple) or len(window) != 2:
+        raise SpecError(
+            f"window must be (left, right) or None, got {window!r}; "
+            "a causal window of W keys is (W - 1, 0)"
+        )
+    for side, value in zip(("left", "right"), window, strict=True):
+        if value is None:
+            continue
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise SpecError(
+                f"window {side} must be None (open) or an int from 0 up, got {value!r}; "
+                "None is the only way to say 'no limit'"
+            )
+
+
+def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:
+    value = getattr(spec, name)
+    if value not in allowed:
+        hint = nearest(value, [a for a in allowed if a]) if isinstance(value, str) else ""
+        raise SpecError(f"{name} must be one of {_list(allowed)}, got {value!r}{hint}")
+
+
+def _list(allowed: tuple[Any, ...]) -> str:
+    return ", ".join(repr(a) for a in allowed)
+
+
+def _changed(spec: AttentionSpec) -> list[Any]:
+    """Fields that differ from their default; head_dim and dtype always."""
+    always = ("head_dim", "dtype")
+    default = {name: field.default for name, field in FIELDS.items()}
+    default["head_dim_v"] = spec.head_dim
+    return [
+        f
+        for name, f in FIELDS.items()
+        if name in always or getattr(spec, name) != default[name]
+    ]
+
+
+# The numbers that `text` forgets: where one is set, `text_key` shows `any`.
+_FORGOTTEN = {"window": 0, "dropout_p": 0.5, "softcap": 1.0}
+
+
+def _format(spec: AttentionSpec, *, forget: bool = False) -> str:
+    items = []
+    for field in _changed(spec):
+        name, value = field.name, getattr(spec, field.name)
+        if name == "deterministic" and not value and forget:
+            continue
+        if name == "window":
+            sides = ["none" if w is None else "any" if forget else str(w) for w in value]
+            text = ":".join(sides)
+        elif forget and name in _FORGOTTEN:
+            text = "any"
+        elif isinstance(value, bool):
+            text = str(value).lower()
+        else:
+            text = repr(value) if isinstance(value, float) else str(value)
+        items.append(f"{name}={text}")
+    return ",".join(items)
+
+
+def _parse_value(name: str, text: str) -> Any:
+    if name == "window":
+        if text.lower() == "none":
+            return None
+        sides = text.split(":")
+        if len(sides) != 2:
+            raise SpecError(f"window must be LEFT:RIGHT, as 1023:0 or 511:none, got {text!r}")
+        return tuple(_parse_scalar(name, side) for side in sides)
+    return _parse_scalar(name, text)
+
+
+def _parse_scalar(name: str, text: str) -> Any:
+    low = text.lower()
+    if low == "any" and name in _FORGOTTEN:
+        return _FORGOTTEN[name]
+    if low in ("none", ""):
+        return None
+    if low in ("true", "false"):
+        return low == "true"
+    for convert in (int, float):
+        try:
+            return convert(text)
+        except ValueError:
+            continue
+    return text

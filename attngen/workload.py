@@ -1,0 +1,150 @@
+"""Workload: *how large* a call is, and the one function that buckets it.
+
+The tuner, the look-up and `explain` all call `bucket`; a second bucketing would give records that
+are written under one key and sought under another.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from attngen.errors import SpecError
+from attngen.spec import AttentionSpec
+
+Direction = Literal["fwd", "bwd"]
+DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Sizes of one call: batch, query heads, key/value heads and the two lengths.
+
+    Raises:
+        SpecError: a size is negative, or the head counts do not divide.
+    """
+
+    batch: int
+    num_heads_q: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_k: int
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise SpecError(f"{field.name} must be an int from 0 up, got {value!r}")
+        if self.num_heads_kv == 0 or self.num_heads_q % self.num_heads_kv:
+            raise SpecError(
+                f"num_heads_q must be a multiple of num_heads_kv, got {self.num_heads_q} and "
+                f"{self.num_heads_kv}; pad or repeat the kv heads"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @classmethod
+    def parse(cls, text: str) -> Workload:
+        """Read `B,Hq,Hkv,Sq,Sk`, as 4,32,8,4096,4096."""
+        try:
+            sizes = [int(piece) for piece in text.split(",")]
+        except ValueError:
+            sizes = []
+        if len(sizes) != 5:
+            raise SpecError(
+                f"workload must be five ints B,Hq,Hkv,Sq,Sk, got {text!r}; "
+                "for example 4,32,8,4096,4096"
+            )
+        return cls(*sizes)
+
+    def __str__(self) -> str:
+        return ",".join(str(getattr(self, field.name)) for field in fields(self))
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """What a tuning record is looked up by, beside the spec's text and the device."""
+
+    direction: Direction
+    seqlen_q: int
+    seqlen_k: int
+    batch_heads: int
+    group_size: int
+    window: int
+    """Keys a window lets a query see, rounded up to a power of two; 0 without a window."""
+    page_size: int = 0
+
+    @property
+    def key(self) -> str:
+        """Readable and canonical, as `fwd-q4096-k4096-bh64-g8-w0-p0`."""
+        return (
+            f"{self.direction}-q{self.seqlen_q}-k{self.seqlen_k}-bh{self.batch_heads}"
+            f"-g{self.group_size}-w{self.window}-p{self.page_size}"
+        )
+
+    @classmethod
+    def parse(cls, key: str) -> Bucket:
+        """The inverse of `key`."""
+        try:
+            direction, *sizes = key.split("-")
+            q, k, bh, g, w, p = (int(s.lstrip("abcdefghijklmnopqrstuvwxyz")) for s in sizes)
+        except ValueError:
+            raise SpecError(f"{key!r} is no bucket key such as fwd-q4096-k4096-bh64-g8-w0-p0") from None
+        if direction not in DIRECTIONS:
+            raise SpecError(f"direction must be fwd or bwd, got {direction!r}")
+        return cls(direction, q, k, bh, g, w, p)  # type: ignore[arg-type]
+
+
+def ceil_pow2(n: int) -> int:
+    """The least power of two >= n; 0 for 0."""
+    return 1 << (n - 1).bit_length() if n > 0 else 0
+
+
+def bucket(
+    direction: Direction,
+    workload: Workload,
+    window: tuple[int | None, int | None] = (None, None),
+    *,
+    batch_invariant: bool = False,
+) -> Bucket:
+    """The bucket of a call, from shapes and Python ints only, never from device values.
+
+    Args:
+        direction: "fwd" or "bwd".
+        workload: the call's sizes.
+        window: (left, right) of the call; None is an open side.
+        batch_invariant: one bucket for all sizes, whose sizes read 0 ("any").
+    """
+    if batch_invariant:
+        return Bucket(direction, 0, 0, 0, 0, 0)
+    seqlen_k = ceil_pow2(workload.seqlen_k)
+    width = 0
+    if window != (None, None):
+        left, right = (workload.seqlen_k if side is None else side for side in window)
+        width = min(ceil_pow2(left + right + 1), seqlen_k)
+    return Bucket(
+        direction,
+        ceil_pow2(workload.seqlen_q),
+        seqlen_k,
+        ceil_pow2(workload.batch * workload.num_heads_q),
+        workload.group_size,
+        width,
+    )
+
+
+def spec_bucket(direction: Direction, spec: AttentionSpec, workload: Workload) -> Bucket:
+    """The bucket of a workload under a spec's own window."""
+    return bucket(
+        direction, workload, spec_window(spec), batch_invariant=spec.batch_invariant
+    )
+
+
+def spec_window(spec: AttentionSpec) -> tuple[int | None, int | None]:
+    """The window as look-ups see it: plain causal has none, causal with a left side ends at 0."""
+    left, right = spec.window or (None, None)
+    if spec.is_causal:
+        return (left, 0) if left is not None else (None, None)
+    return left, right
