@@ -104,7 +104,7 @@ def from_dict(direction: Direction, named: dict[str, Any]) -> KernelConfig:
     for name in named:
         if name not in known:
             raise SpecError(
-                f"unknown {direction} config field {name!r}{nearest(name, known)} "
+                f"unknown {direction} config field {name!r}{nearest(name, known)}; "
                 f"fields: {', '.join(known)}"
             )
     try:
@@ -224,7 +224,13 @@ def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[Ker
     """Candidates for the default, best guess first; ever smaller tiles, so that one fits."""
     rows = max(MIN_BLOCK, bucket.seqlen_q or 128)
     keys = max(MIN_BLOCK, bucket.seqlen_k or 128)
-    tall = ((128, 64, 4, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 32, 4, 1))
+    tall: tuple[tuple[int, int, int, int], ...] = (
+        (128, 64, 4, 2),
+        (64, 64, 4, 2),
+        (64, 32, 4, 2),
+        (32, 32, 4, 1),
+        (16, 32, 4, 1),
+    )
     if gpu.is_interpreter:
         tall = ((64, 64, 4, 1), *tall)
     elif spec.dtype == "float32":
@@ -252,8 +258,16 @@ def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[Ker
                 dq_num_stages=stages,
             )
     if bucket.direction == "bwd":
-        yield BwdConfig(block_m=16, block_n=16, num_warps=4, num_stages=1, dq_block_m=16,
-                        dq_block_n=16, dq_num_warps=4, dq_num_stages=1)
+        yield BwdConfig(
+            block_m=16,
+            block_n=16,
+            num_warps=4,
+            num_stages=1,
+            dq_block_m=16,
+            dq_block_n=16,
+            dq_num_warps=4,
+            dq_num_stages=1,
+        )
 
 
 def with_tiles(config: KernelConfig, tiles: Tiles) -> KernelConfig:

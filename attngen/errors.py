@@ -55,6 +55,6 @@ class TuningError(AttngenError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """`'; did you mean X?'`, or an empty string if nothing comes close."""
+    """`" (did you mean 'X'?)"`, to follow the wrong name; empty if nothing comes close."""
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -49,7 +49,8 @@ class GpuInfo:
     @property
     def device_key(self) -> str:
         """What a record is matched by: properties, never the name."""
-        return f"{self.arch}-sm{self.sm_count}-smem{self.shared_memory}-l2{self.l2_bytes // MIB}"
+        l2_mib = self.l2_bytes // MIB
+        return f"{self.arch}-sm{self.sm_count}-smem{self.shared_memory}-l2_{l2_mib}"
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -66,7 +67,8 @@ def _gpu(name: str, arch: str, sm_count: int, shared_kib: int, l2_mib: int) -> G
 
 
 # Shared memory per block: CUDA C++ programming guide, table "Technical Specifications per Compute
-# Capability". SM counts and L2 sizes: NVIDIA's architecture whitepapers; H200: read from the device.
+# Capability". SM counts and L2 sizes: NVIDIA's architecture whitepapers; H200: read from the
+# device.
 KNOWN_GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -104,7 +106,7 @@ def by_name(name: str) -> GpuInfo:
     slug = slug_of(name)
     if slug not in KNOWN_GPUS:
         raise SpecError(
-            f"unknown GPU {name!r}{nearest(slug, KNOWN_GPUS)} known: {', '.join(KNOWN_GPUS)}"
+            f"unknown GPU {name!r}{nearest(slug, KNOWN_GPUS)}; known: {', '.join(KNOWN_GPUS)}"
         )
     return KNOWN_GPUS[slug]
 
@@ -118,7 +120,8 @@ def from_device(index: int) -> GpuInfo:
     """Facts of CUDA device `index` (starts CUDA)."""
     import torch
 
-    props = torch.cuda.get_device_properties(index)
+    # torch's stub lacks the opt-in limit.
+    props: Any = torch.cuda.get_device_properties(index)
     return GpuInfo(
         name=slug_of(props.name),
         arch=f"sm_{props.major}{props.minor}",

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.experimental.gluon  # copies triton.language's functions: must see them compiled
 import triton.language
+from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
 
@@ -29,9 +30,15 @@ _FORCE = "ATTNGEN_INTERPRET"
 
 
 @functools.cache
+def forced() -> bool:
+    """True if ATTNGEN_INTERPRET=1 asks for the interpreter on a machine with a GPU."""
+    return os.environ.get(_FORCE, "") == "1"
+
+
+@functools.cache
 def enabled() -> bool:
-    """True if this process interprets: no CUDA device, or ATTNGEN_INTERPRET=1."""
-    return os.environ.get(_FORCE, "") == "1" or not torch.cuda.is_available()
+    """True if this process may interpret: no CUDA device, or ATTNGEN_INTERPRET=1."""
+    return forced() or not torch.cuda.is_available()
 
 
 @functools.cache
@@ -44,10 +51,25 @@ def switch_on() -> None:
             stacklevel=2,
         )
     _repair_bfloat16()
+    _add_descriptor_atomics()
     for module in _language_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 setattr(module, name, InterpretedFunction(value.fn))
+
+
+def _add_descriptor_atomics() -> None:
+    """Give the interpreter `descriptor.atomic_add`, which Triton 3.6 leaves out."""
+
+    def create_descriptor_reduce(self: Any, kind: Any, desc: Any, value: Any, indices: Any) -> Any:
+        if kind != ir.DESCRIPTOR_REDUCE_KIND.ADD or value.dtype.scalar != triton.language.float32:
+            raise NotImplementedError("only float32 sums are interpreted")
+        ptrs, inside = desc.materialize_pointers(indices)
+        mask = TensorHandle(inside, triton.language.int1)
+        relaxed = ir.MEM_SEMANTIC.RELAXED
+        return self.create_atomic_rmw(ir.ATOMIC_OP.FADD, ptrs, value, mask, relaxed, None)
+
+    InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
 
 
 def _repair_bfloat16() -> None:

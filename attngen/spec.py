@@ -44,13 +44,13 @@ _NOT_BUILT = {
 class Part(NamedTuple):
     """One tile of a head dim: `width` columns (a power of two) from column `start`."""
 
-    index: int
+    number: int
     start: int
     width: int
     padded: bool
     """True if the part reaches past the head dim, so that its loads need a mask."""
     suffix: str
-    """What variable names of this part end in: nothing if the dim is one part, else the index."""
+    """What variable names of this part end in: nothing if the dim is one part, else its number."""
 
 
 def split_head_dim(dim: int) -> tuple[Part, ...]:
@@ -144,7 +144,9 @@ class AttentionSpec:
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        put = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731  frozen
+        def put(name: str, value: Any) -> None:
+            object.__setattr__(self, name, value)  # the class is frozen
+
         put("dtype", str(self.dtype).removeprefix("torch."))
         if self.head_dim_v is None:
             put("head_dim_v", self.head_dim)
@@ -219,6 +221,30 @@ class AttentionSpec:
         return ("dropout_seed",) if self.has_dropout else ()
 
     @property
+    def scalar_args(self) -> tuple[str, ...]:
+        """Names of the entries of the op's `scalars` list, in order."""
+        names = ["softmax_scale"]
+        names += ["softcap"] if self.has_softcap else []
+        names += ["dropout_p"] if self.has_dropout else []
+        return tuple(names)
+
+    @property
+    def int_args(self) -> tuple[str, ...]:
+        """Names of the entries of the op's `ints` list, in order.
+
+        `partial` 1 asks for a float32 out. `bottom_right` 1 adds seqlen_k_total - seqlen_q_total
+        to query positions; a total of -1 means the length of the tensor.
+        """
+        names = ["partial"]
+        names += ["window_left"] if self.has_window_left else []
+        names += ["window_right"] if self.has_window_right else []
+        names += ["q_start", "q_step", "k_start", "k_step"] if self.places_rows else []
+        if self.has_positions:
+            names += ["bottom_right", "seqlen_q_total", "seqlen_k_total"]
+        names += ["batch_start", "head_start"] if self.has_dropout else []
+        return tuple(names)
+
+    @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the op's results, in order."""
         return ("out", "lse")
@@ -226,8 +252,7 @@ class AttentionSpec:
     @property
     def text(self) -> AttentionSpec:
         """The spec with every number forgotten that the emitted text cannot see."""
-        open_side = lambda closed: 0 if closed else None  # noqa: E731
-        window = (open_side(self.has_window_left), open_side(self.has_window_right))
+        window = (0 if self.has_window_left else None, 0 if self.has_window_right else None)
         return replace(
             self,
             causal=self.is_causal,
@@ -303,7 +328,7 @@ def _refuse_unknown(named: dict[str, Any]) -> None:
     for name in named:
         if name not in FIELDS:
             raise SpecError(
-                f"unknown spec field {name!r}{nearest(name, FIELDS)} fields: {', '.join(FIELDS)}"
+                f"unknown spec field {name!r}{nearest(name, FIELDS)}; fields: {', '.join(FIELDS)}"
             )
 
 
@@ -375,9 +400,7 @@ def _changed(spec: AttentionSpec) -> list[Any]:
     default = {name: field.default for name, field in FIELDS.items()}
     default["head_dim_v"] = spec.head_dim
     return [
-        f
-        for name, f in FIELDS.items()
-        if name in always or getattr(spec, name) != default[name]
+        f for name, f in FIELDS.items() if name in always or getattr(spec, name) != default[name]
     ]
 
 

@@ -92,10 +92,12 @@ class Bucket:
             direction, *sizes = key.split("-")
             q, k, bh, g, w, p = (int(s.lstrip("abcdefghijklmnopqrstuvwxyz")) for s in sizes)
         except ValueError:
-            raise SpecError(f"{key!r} is no bucket key such as fwd-q4096-k4096-bh64-g8-w0-p0") from None
+            raise SpecError(
+                f"{key!r} is no bucket key such as fwd-q4096-k4096-bh64-g8-w0-p0"
+            ) from None
         if direction not in DIRECTIONS:
             raise SpecError(f"direction must be fwd or bwd, got {direction!r}")
-        return cls(direction, q, k, bh, g, w, p)  # type: ignore[arg-type]
+        return cls(direction, q, k, bh, g, w, p)
 
 
 def ceil_pow2(n: int) -> int:
@@ -137,9 +139,7 @@ def bucket(
 
 def spec_bucket(direction: Direction, spec: AttentionSpec, workload: Workload) -> Bucket:
     """The bucket of a workload under a spec's own window."""
-    return bucket(
-        direction, workload, spec_window(spec), batch_invariant=spec.batch_invariant
-    )
+    return bucket(direction, workload, spec_window(spec), batch_invariant=spec.batch_invariant)
 
 
 def spec_window(spec: AttentionSpec) -> tuple[int | None, int | None]:

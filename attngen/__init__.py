@@ -1,0 +1,66 @@
+"""attngen: a code-generating autotuner for exact attention on GPUs.
+
+Public names load lazily (PEP 562), so that `import attngen` starts neither torch nor CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AttentionSpec": "attngen.spec",
+    "Workload": "attngen.workload",
+    "GpuInfo": "attngen.gpu",
+    "AttngenError": "attngen.errors",
+    "SpecError": "attngen.errors",
+    "UnsupportedSpecError": "attngen.errors",
+    "DtypeError": "attngen.errors",
+    "KernelCompileError": "attngen.errors",
+    "NoFeasibleConfigError": "attngen.errors",
+    "StoreError": "attngen.errors",
+    "TuningError": "attngen.errors",
+    "compile": "attngen.api",
+    "Attention": "attngen.api",
+    "attention": "attngen.api",
+    "sdpa": "attngen.api",
+    "reload": "attngen.api",
+    "merge": "attngen.merge",
+    "dropout_keep": "attngen.dropout",
+    "tune": "attngen.tuner",
+}
+
+__all__ = [*sorted(_HOME)]
+
+if TYPE_CHECKING:
+    from attngen.api import Attention, attention, compile, reload, sdpa
+    from attngen.dropout import dropout_keep
+    from attngen.errors import (
+        AttngenError,
+        DtypeError,
+        KernelCompileError,
+        NoFeasibleConfigError,
+        SpecError,
+        StoreError,
+        TuningError,
+        UnsupportedSpecError,
+    )
+    from attngen.gpu import GpuInfo
+    from attngen.spec import AttentionSpec
+    from attngen.tuner import tune
+    from attngen.workload import Workload
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'attngen' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,499 @@
+"""compile(), attention(), sdpa(): validate a call, then hand it to the op."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen import ops, resolve
+from attngen.dropout import seed_tensor
+from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.explain import Explanation, explain_call
+from attngen.spec import AttentionSpec
+from attngen.workload import Direction, Workload
+
+# Tensor arguments whose spec field exists but whose kernels are not built yet.
+_TENSOR_FIELD = {
+    "bias": "bias",
+    "attn_mask": "attn_mask",
+    "alibi_slopes": "alibi",
+    "sinks": "sinks",
+    "cu_seqlens_q": 'layout="thd"',
+    "cu_seqlens_k": 'layout="thd"',
+    "seqused_q": 'layout="thd"',
+    "seqused_k": 'layout="thd" or paged',
+    "block_table": "paged",
+    "prefix_lens": "prefix_lm",
+    "doc_ids_q": "documents",
+    "doc_ids_k": "documents",
+    "tree_mask": "tree_mask",
+    "block_map": "block_map",
+    "q_descale": "fp8_scale",
+    "k_descale": "fp8_scale",
+    "v_descale": "fp8_scale",
+    "aux_tensors": "score_mod or mask_mod",
+}
+_AUX = ("lse", "max_logit", "col_sum", "entropy")
+
+
+def compile(spec: AttentionSpec) -> Attention:
+    """The attention a spec describes, ready to call. Never tunes and never fails for want of a
+    record: an untuned shape runs with a default config.
+
+    Args:
+        spec: what to compute. `deterministic=None` is settled here, by
+            `torch.are_deterministic_algorithms_enabled()`.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise SpecError(
+            f"compile() takes an AttentionSpec, got {type(spec).__name__}; make one with "
+            "attngen.AttentionSpec(head_dim=128, causal=True)"
+        )
+    return Attention(spec)
+
+
+class Attention:
+    """A compiled spec: callable, picklable, usable inside torch.compile."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        if spec.deterministic is None:
+            spec = replace(spec, deterministic=torch.are_deterministic_algorithms_enabled())
+        self.spec = spec
+        self._text_key = spec.text_key
+        self._eval_key = replace(spec, dropout_p=0.0).text_key
+        self._drop_key = replace(spec, dropout_p=0.5).text_key
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        return_lse: bool = False,
+        return_aux: tuple[str, ...] = (),
+        dropout_p: float | None = None,
+        dropout_seed: int | Tensor | None = None,
+        q_start: int = 0,
+        q_step: int = 1,
+        k_start: int = 0,
+        k_step: int = 1,
+        seqlen_q_total: int | None = None,
+        seqlen_k_total: int | None = None,
+        batch_start: int = 0,
+        head_start: int = 0,
+        partial: bool = False,
+        **tensors: Any,
+    ) -> Any:
+        """Attention of q, k and v.
+
+        Args:
+            q: (batch, num_heads_q, seqlen_q, head_dim); for layout "bshd" (batch, seqlen_q,
+                num_heads_q, head_dim), and so on.
+            k: (batch, num_heads_kv, seqlen_k, head_dim); num_heads_q is a multiple of num_heads_kv.
+            v: (batch, num_heads_kv, seqlen_k, head_dim_v).
+            return_lse: also return lse, float32 (batch, num_heads_q, seqlen_q), the natural log of
+                the softmax denominator; differentiable.
+            return_aux: names of side outputs, returned as a dict; "lse" so far.
+            dropout_p: overrides the spec's; 0.0 for evaluation.
+            dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
+                torch's generator if None. Hand one in where a recomputed forward must see the same
+                mask without torch's RNG state (checkpoint with preserve_rng_state=False).
+            q_start, q_step, k_start, k_step: where this call's rows stand in the whole sequence
+                (shards): row i is row start + i * step.
+            seqlen_q_total, seqlen_k_total: lengths of the whole sequences, which bottom-right
+                alignment needs; default: those of q and k.
+            batch_start, head_start: global numbers of the first batch row and query head, for
+                dropout.
+            partial: return out in float32, for `merge`.
+
+        Returns:
+            out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype and layout; (out, lse) or
+            (out, aux) on request. A query that sees no key has out 0 and lse -inf.
+
+        Raises:
+            SpecError: shapes, dtypes or devices do not fit the spec.
+            UnsupportedSpecError: a tensor whose feature is not built.
+        """
+        spec = self.spec
+        refuse_tensors(tensors)
+        p = spec.dropout_p if dropout_p is None else dropout_p
+        key = self._text_key
+        if dropout_p is not None:
+            key = self._drop_key if _probability(p) > 0 else self._eval_key
+        if spec.layout == "bshd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        check_tensors(q, k, v, spec.head_dim, spec.head_dim_v)
+        check_dtypes(q, k, v, spec.dtype)
+        scale = spec.softmax_scale
+        if scale is None:
+            scale = spec.head_dim**-0.5
+        out, lse = _run(
+            key,
+            q,
+            k,
+            v,
+            causal=spec.causal,
+            window=spec.window,
+            softmax_scale=scale,
+            softcap=spec.softcap,
+            dropout_p=p,
+            dropout_seed=dropout_seed,
+            shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
+            starts=(batch_start, head_start),
+            partial=partial,
+        )
+        if spec.layout == "bshd":
+            out = out.transpose(1, 2)
+        return _results(out, lse, return_lse, return_aux)
+
+    def explain(self, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
+        """Which record, config and lowering serve a call of these tensors, and why."""
+        if self.spec.layout == "bshd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
+        return explain_call(self.spec, q, k, v)
+
+    def source(self, direction: Direction = "fwd", workload: Workload | None = None) -> str:
+        """The emitted text that serves a workload (default: batch 1, 16 heads, 4096 tokens)."""
+        from attngen.explain import explain_workload
+
+        workload = workload or Workload(1, 16, 16, 4096, 4096)
+        return explain_workload(self.spec, workload, directions=(direction,)).source(direction)
+
+    def __repr__(self) -> str:
+        return f"attngen.compile({self.spec.key})"
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    softcap: float | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    layout: str = "bhsd",
+    precision: str = "ieee",
+    deterministic: bool | None = None,
+    batch_invariant: bool = False,
+    return_lse: bool = False,
+    return_aux: tuple[str, ...] = (),
+    q_start: int = 0,
+    q_step: int = 1,
+    k_start: int = 0,
+    k_step: int = 1,
+    seqlen_q_total: int | None = None,
+    seqlen_k_total: int | None = None,
+    batch_start: int = 0,
+    head_start: int = 0,
+    partial: bool = False,
+    **tensors: Any,
+) -> Any:
+    """Attention as a function: derives the spec from the tensors and the options, and caches it.
+
+    Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
+    autocast, q, k and v are cast to its dtype.
+
+    Raises:
+        SpecError: an option, shape, dtype or device is wrong.
+        UnsupportedSpecError: a feature that is not built; lists every reason.
+    """
+    refuse_tensors(tensors)
+    if layout == "bshd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    check_tensors(q, k, v)
+    dtype = q.dtype
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    name = str(dtype).removeprefix("torch.")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    left, right = window if window is not None else (None, None)
+    key = _text_key(
+        int(q.shape[3]),
+        int(v.shape[3]),
+        name,
+        causal,
+        _closed("left", left),
+        _closed("right", right),
+        _probability(dropout_p) > 0,
+        None if softcap is None else float(softcap),
+        None if softmax_scale is None else float(softmax_scale),
+        layout,
+        precision,
+        deterministic,
+        batch_invariant,
+    )
+    check_dtypes(q, k, v, name)
+    out, lse = _run(
+        key,
+        q,
+        k,
+        v,
+        causal=causal,
+        window=window,
+        softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
+        softcap=softcap,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+        shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
+        starts=(batch_start, head_start),
+        partial=partial,
+    )
+    if layout == "bshd":
+        out = out.transpose(1, 2)
+    return _results(out, lse, return_lse, return_aux)
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What `torch.nn.functional.scaled_dot_product_attention` means, by an attngen kernel.
+
+    Args:
+        query, key, value: (..., heads, seqlen, dim), any number of leading dims.
+        attn_mask: not built yet.
+        dropout_p: drops whenever it is > 0, as SDPA does; pass 0.0 in evaluation.
+        is_causal: top-left aligned (key j visible iff j <= i).
+        scale: default 1 / sqrt(head_dim).
+        enable_gqa: lets key and value have fewer heads than query.
+    """
+    refuse_tensors({"attn_mask": attn_mask})
+    lead = query.shape[:-3]
+    tensors = [query, key, value]
+    if query.dim() < 3:
+        raise SpecError(f"query must have at least 3 dims, got shape {tuple(query.shape)}")
+    if query.dim() == 3:
+        tensors = [x.unsqueeze(1) for x in tensors]  # (batch, seqlen, dim): one head
+    elif query.dim() > 4:
+        tensors = [x.flatten(0, -4) for x in tensors]
+    q, k, v = tensors
+    if q.dim() == 4 and k.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa:
+        raise SpecError(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}; pass enable_gqa=True for grouped "
+            "queries"
+        )
+    causal = "top_left" if is_causal else False
+    out = attention(q, k, v, causal=causal, dropout_p=dropout_p, softmax_scale=scale)
+    if query.dim() == 3:
+        return out.squeeze(1)  # type: ignore[no-any-return]
+    return out.unflatten(0, lead) if query.dim() > 4 else out  # type: ignore[no-any-return]
+
+
+def reload() -> None:
+    """Forget resolved configs: the next call of each shape reads the database again."""
+    resolve.reset()
+
+
+@torch.compiler.assume_constant_result
+@functools.lru_cache(maxsize=4096)
+def _text_key(
+    head_dim: int,
+    head_dim_v: int,
+    dtype: str,
+    causal: bool | str,
+    left: bool,
+    right: bool,
+    dropout: bool,
+    softcap: float | None,
+    softmax_scale: float | None,
+    layout: str,
+    precision: str,
+    deterministic: bool,
+    batch_invariant: bool,
+) -> str:
+    """The text key of a functional call; validates what the spec validates."""
+    spec = AttentionSpec(
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        dtype=dtype,
+        causal=causal,
+        window=(0 if left else None, 0 if right else None),
+        dropout_p=0.5 if dropout else 0.0,
+        softcap=softcap,
+        softmax_scale=softmax_scale,
+        layout=layout,
+        precision=precision,
+        deterministic=deterministic,
+        batch_invariant=batch_invariant,
+    )
+    return spec.text_key
+
+
+def _run(
+    key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str,
+    window: tuple[int | None, int | None] | None,
+    softmax_scale: float,
+    softcap: float | None,
+    dropout_p: float,
+    dropout_seed: int | Tensor | None,
+    shard: tuple[Any, ...],
+    starts: tuple[int, int],
+    partial: bool,
+) -> tuple[Tensor, Tensor]:
+    """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
+    if softmax_scale <= 0:  # kernels take a positive scale: the sign, or zero, moves into q
+        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
+    left, right = window if window is not None else (None, None)
+    is_causal = causal is not False
+    has_dropout = dropout_p > 0
+    placed = is_causal or left is not None or right is not None
+    q_start, q_step, k_start, k_step, total_q, total_k = shard
+    if q_step < 1 or k_step < 1 or q_start < 0 or k_start < 0:
+        raise SpecError(
+            f"q_start and k_start must be from 0 up and q_step and k_step from 1, got {q_start=}, "
+            f"{k_start=}, {q_step=}, {k_step=}"
+        )
+    scalars = [float(softmax_scale)]
+    ints = [int(partial)]
+    extra: list[Tensor | None] = []
+    if softcap is not None:
+        scalars.append(float(softcap))
+    if left is not None:
+        ints.append(left)
+    if right is not None and not is_causal:
+        ints.append(right)
+    if placed or has_dropout:
+        ints += [q_start, q_step, k_start, k_step]
+    if placed:
+        ints += [int(causal != "top_left")]
+        ints += [-1 if total is None else total for total in (total_q, total_k)]
+    if has_dropout:
+        scalars.append(float(dropout_p))
+        ints += starts
+        extra.append(_seed(dropout_seed, q))
+    out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)
+    return out, lse
+
+
+def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    if isinstance(seed, Tensor):
+        if seed.numel() != 1 or seed.dtype != torch.int64:
+            raise SpecError(
+                f"dropout_seed must be an int or an int64 tensor of one element, got "
+                f"{seed.dtype} of shape {tuple(seed.shape)}"
+            )
+        if seed.device != q.device:
+            raise SpecError(
+                f"dropout_seed is on {seed.device} but q is on {q.device}; move it with "
+                ".to(q.device)"
+            )
+        return seed.reshape(1)
+    return seed_tensor(seed, q.device)
+
+
+def _results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: tuple[str, ...]) -> Any:
+    if not return_aux:
+        return (out, lse) if return_lse else out
+    for name in return_aux:
+        if name not in _AUX:
+            raise SpecError(f"return_aux must name {', '.join(_AUX)}, got {name!r}")
+        if name != "lse":
+            raise UnsupportedSpecError([f"return_aux={name!r} is not built yet"])
+    return out, {"lse": lse}
+
+
+def _closed(side: str, value: int | None) -> bool:
+    """Is a window side closed? Refuses a value that is no length."""
+    if value is None:
+        return False
+    if isinstance(value, bool) or value < 0:
+        raise SpecError(
+            f"window {side} must be None (open) or an int from 0 up, got {value!r}; None is the "
+            "only way to say 'no limit'"
+        )
+    return True
+
+
+def _probability(p: float) -> float:
+    if not 0.0 <= p <= 1.0:
+        raise SpecError(f"dropout_p must be from 0 to 1, got {p!r}")
+    return p
+
+
+def refuse_tensors(tensors: dict[str, Any]) -> None:
+    """Refuse tensor arguments: unknown names, and features that are not built."""
+    for name in tensors:
+        if name not in _TENSOR_FIELD:
+            raise SpecError(
+                f"unknown argument {name!r}; tensor arguments: {', '.join(_TENSOR_FIELD)}"
+            )
+    reasons = [
+        f"{name}= needs {_TENSOR_FIELD[name]}, which is not built yet"
+        for name, value in tensors.items()
+        if value is not None
+    ]
+    if reasons:
+        raise UnsupportedSpecError(reasons)
+
+
+def check_tensors(
+    q: Tensor, k: Tensor, v: Tensor, head_dim: int | None = None, head_dim_v: int | None = None
+) -> None:
+    """Shapes and devices of q, k, v as (batch, heads, seqlen, dim)."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise SpecError(f"{name} must have 4 dims, got shape {tuple(x.shape)}")
+        if x.device != q.device:
+            raise SpecError(
+                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
+            )
+    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:
+        raise SpecError(
+            f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
+        )
+    if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
+        raise SpecError(
+            f"k and v must agree in heads and length, got shapes {tuple(k.shape)} and "
+            f"{tuple(v.shape)} (batch, heads, seqlen, dim)"
+        )
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+        raise SpecError(
+            f"num_heads_q must be a multiple of num_heads_kv, got {q.shape[1]} and {k.shape[1]}; "
+            "check the layout (bhsd or bshd), or pad the kv heads"
+        )
+    if q.shape[3] != k.shape[3]:
+        raise SpecError(f"q has head_dim {q.shape[3]} but k has {k.shape[3]}; they must be equal")
+    for name, x, dim in (("q", q, head_dim), ("v", v, head_dim_v)):
+        if dim is not None and x.shape[3] != dim:
+            raise SpecError(
+                f"{name} has head dim {x.shape[3]} but the spec says {dim}; compile a spec with "
+                f"{'head_dim_v' if name == 'v' else 'head_dim'}={x.shape[3]}"
+            )
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str) -> None:
+    """One dtype, the spec's; under autocast the op casts."""
+    if torch.is_autocast_enabled(q.device.type):
+        return
+    wanted = getattr(torch, dtype, None)
+    if q.dtype == wanted and k.dtype == wanted and v.dtype == wanted:
+        return
+    raise DtypeError(
+        f"q, k and v must all be {dtype}, got {q.dtype}, {k.dtype}, {v.dtype}; cast them, use "
+        "autocast, or compile a spec of that dtype"
+    )
+
+
+_ = ops  # importing it registers the ops

@@ -1,0 +1,77 @@
+"""The dropout mask in plain torch: which entries of P survive, bit for bit as in the kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attngen.errors import SpecError
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
+_WEYL = (0x9E3779B9, 0xBB67AE85)
+
+
+def dropout_keep(
+    seed: int | Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, dropout_p: float
+) -> Tensor:
+    """Which entries of the softmax matrix dropout keeps.
+
+    Philox4x32-10 (Salmon, Moraes, Dror, Shaw: Parallel random numbers, SC 2011) with key = seed and
+    counter = (j // 4, i, head, batch), word j % 4, for query row i and key row j counted in their
+    whole sequence; an entry stays iff its word >= floor(dropout_p * 2**32). So the mask does not
+    depend on tiles, splits, ranks or shards.
+
+    Args:
+        seed: an int, or an int64 tensor of one element (the mask is made on its device).
+        batch, heads, seqlen_q, seqlen_k: sizes of the whole attention.
+        dropout_p: probability of dropping, 0 to 1.
+
+    Returns:
+        bool tensor (batch, heads, seqlen_q, seqlen_k), True = kept.
+
+    Raises:
+        SpecError: dropout_p is not from 0 to 1.
+    """
+    if not 0.0 <= dropout_p <= 1.0:
+        raise SpecError(f"dropout_p must be from 0 to 1, got {dropout_p!r}")
+    device = seed.device if isinstance(seed, Tensor) else torch.device("cpu")
+    key = (seed.reshape(()) if isinstance(seed, Tensor) else seed_tensor(seed, device)).view(())
+
+    def counter(n: int, dim: int) -> Tensor:
+        shape = [1, 1, 1, 1]
+        shape[dim] = n
+        return torch.arange(n, dtype=torch.int64, device=device).view(shape)
+
+    quads = (seqlen_k + 3) // 4
+    words = _philox(
+        [counter(quads, 3), counter(seqlen_q, 2), counter(heads, 1), counter(batch, 0)],
+        [key & _MASK, (key >> 32) & _MASK],
+    )
+    full = [w.expand(batch, heads, seqlen_q, quads) for w in words]
+    word = torch.stack(full, -1).flatten(3)[..., :seqlen_k]
+    return word >= int(dropout_p * 2**32)
+
+
+def seed_tensor(seed: int, device: torch.device) -> Tensor:
+    """A 64-bit seed as an int64 tensor of one element; made without a host synchronisation."""
+    signed = (seed + 2**63) % 2**64 - 2**63
+    return torch.full((1,), signed, dtype=torch.int64, device=device).view(1)
+
+
+def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a * b, in int64 arithmetic that never overflows."""
+    upper = a * (b >> 16)
+    low = a * (b & 0xFFFF) + ((upper & 0xFFFF) << 16)
+    return (upper >> 16) + (low >> 32), low & _MASK
+
+
+def _philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(10):
+        high0, low0 = _multiply(_MULTIPLIER[0], c0)
+        high1, low1 = _multiply(_MULTIPLIER[1], c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
+    return [c0, c1, c2, c3]

@@ -1,0 +1,131 @@
+"""Which record, config and lowering serve a call, and why: as data and printable."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from attngen import ops
+from attngen.config import KernelConfig, with_tiles
+from attngen.gpu import GpuInfo
+from attngen.kernel import file_name
+from attngen.lookup import Found
+from attngen.render import render
+from attngen.resolve import device_index_of, device_info, find
+from attngen.spec import AttentionSpec
+from attngen.workload import DIRECTIONS, Bucket, Direction, Workload, spec_bucket
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What serves one direction of a call."""
+
+    spec: AttentionSpec
+    bucket: Bucket
+    gpu: GpuInfo
+    config: KernelConfig
+    found: Found
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        record = self.found.record
+        return {
+            "direction": self.bucket.direction,
+            "bucket": self.bucket.key,
+            "tier": self.found.tier,
+            "lowering": self.config.lowering,
+            "config": self.config.as_dict(),
+            "file": file_name(self.spec, self.bucket.direction, render(self.spec, self.config)),
+            "record": record.as_dict() if record else None,
+            "why": list(self.found.why),
+            "notes": list(self.notes),
+        }
+
+    def __str__(self) -> str:
+        record = self.found.record
+        lines = [
+            f"{self.bucket.direction}: {self.config.key}",
+            f"  bucket   {self.bucket.key} on {self.gpu.name} ({self.gpu.device_key})",
+            f"  chosen   from {self.found.tier}",
+        ]
+        if record and record.median_us is not None:
+            lines.append(
+                f"  measured {record.median_us:.1f} us, default {record.default_us:.1f} us "
+                f"({record.date}, {record.rounds} rounds)"
+            )
+        elif record:
+            lines.append(f"  measured never: origin {record.origin} ({record.date})")
+        lines += [f"  why      {line}" for line in self.found.why]
+        lines += [f"  note     {line}" for line in self.notes]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What serves a call, direction by direction. `print` it, or read `as_dict()`."""
+
+    spec: AttentionSpec
+    workload: Workload
+    choices: tuple[Choice, ...]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "spec": self.spec.key,
+            "text_key": self.spec.text_key,
+            "workload": str(self.workload),
+            "choices": [choice.as_dict() for choice in self.choices],
+        }
+
+    def source(self, direction: Direction) -> str:
+        """The emitted text of a direction."""
+        (choice,) = [c for c in self.choices if c.bucket.direction == direction]
+        return render(choice.spec, choice.config)
+
+    def __str__(self) -> str:
+        head = [f"spec     {self.spec.key}", f"workload {self.workload} (B,Hq,Hkv,Sq,Sk)"]
+        return "\n".join([*head, *map(str, self.choices)])
+
+
+def explain_workload(
+    spec: AttentionSpec,
+    workload: Workload,
+    *,
+    gpu: GpuInfo | None = None,
+    directions: tuple[Direction, ...] = DIRECTIONS,
+) -> Explanation:
+    """What would serve a workload on a GPU (default: the current device)."""
+    from attngen.gpu import current
+
+    where = gpu or current()
+    choices = []
+    for direction in directions:
+        at = spec_bucket(direction, spec, workload)
+        config, found, _ = find(spec.text, at, where)
+        choices.append(Choice(spec.text, at, where, config, found))
+    return Explanation(spec, workload, tuple(choices))
+
+
+def explain_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
+    """What serves a call of these tensors, each (batch, heads, seqlen, dim)."""
+    workload = Workload(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    where = device_info(device_index_of(q))
+    made = explain_workload(spec, workload, gpu=where)
+    choices = []
+    for choice in made.choices:
+        notes = []
+        config = choice.config
+        if config.tiles == "descriptor" and not ops.addressable(q, k, v):
+            config = with_tiles(config, "pointer")
+            notes.append(
+                "tiles=pointer instead of descriptor: a pointer or stride of q, k or v is no "
+                "multiple of 16 bytes"
+            )
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if ops.unit_last_stride(x) is not x:
+                notes.append(f"{name} is copied: its last stride is {x.stride(-1)}, not 1")
+        choices.append(
+            Choice(choice.spec, choice.bucket, where, config, choice.found, tuple(notes))
+        )
+    return Explanation(spec, workload, tuple(choices))

@@ -1,0 +1,187 @@
+"""Emitted files on disk, imported and launched; compile errors get a file and a line."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from attngen.config import KernelConfig
+from attngen.errors import KernelCompileError
+from attngen.paths import kernel_dir
+from attngen.render import direction_of, render
+from attngen.spec import AttentionSpec
+from attngen.workload import Direction
+
+
+def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
+    """A readable name that ends in a hash of the text: `fwd__bfloat16_d128_causal__3f2a91c0.py`."""
+    text_spec = spec.text
+    dims = f"d{spec.head_dim}"
+    if spec.head_dim_v != spec.head_dim:
+        dims += f"v{spec.head_dim_v}"
+    traits = [
+        name
+        for name, on in (
+            ("causal", text_spec.is_causal),
+            ("window", spec.has_window_left or spec.has_window_right),
+            ("softcap", spec.has_softcap),
+            ("dropout", spec.has_dropout),
+        )
+        if on
+    ]
+    digest = hashlib.sha256(text.encode()).hexdigest()[:8]
+    return f"{direction}__{'_'.join([spec.dtype, dims, *traits])}__{digest}.py"
+
+
+def emit(spec: AttentionSpec, config: KernelConfig, folder: Path | None = None) -> Path:
+    """Write the kernel file of a spec and a config, if it is not there yet.
+
+    The write is atomic: another process sees the whole file or none. A folder that cannot be
+    written is replaced by a temporary one, with a warning.
+    """
+    text = render(spec, config)
+    name = file_name(spec, direction_of(config), text)
+    target = (folder or kernel_dir()) / name
+    try:
+        return _write(target, text)
+    except OSError as error:
+        if folder is not None:
+            raise
+        return _write(_temporary_folder(str(error)) / name, text)
+
+
+@functools.cache
+def _temporary_folder(reason: str) -> Path:
+    import warnings
+
+    folder = Path(tempfile.gettempdir()) / f"attngen-{os.getuid()}"
+    warnings.warn(
+        f"attngen: cannot write kernels to {kernel_dir()} ({reason}); using {folder}. "
+        "Set ATTNGEN_CACHE_DIR to a writable folder",
+        stacklevel=2,
+    )
+    return folder
+
+
+def _write(target: Path, text: str) -> Path:
+    if target.exists() and target.read_text() == text:
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, part = tempfile.mkstemp(dir=target.parent, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.replace(part, target)
+    except BaseException:
+        Path(part).unlink(missing_ok=True)
+        raise
+    return target
+
+
+_LOADED: dict[tuple[Path, bool], ModuleType] = {}
+_LOADING = threading.Lock()
+
+
+def load(path: Path, *, interpret: bool) -> ModuleType:
+    """Import an emitted file; once a process, for the compiler or for the interpreter."""
+    with _LOADING:
+        module = _LOADED.get((path, interpret))
+        if module is None:
+            module = _import(path, interpret)
+            _LOADED[path, interpret] = module
+        return module
+
+
+def _import(path: Path, interpret: bool) -> ModuleType:
+    name = f"attngen_emitted.{path.stem}"
+    found = importlib.util.spec_from_file_location(name, path)
+    if found is None or found.loader is None:
+        raise KernelCompileError(f"{path} cannot be imported; delete it and try again")
+    module = importlib.util.module_from_spec(found)
+    sys.modules[name] = module
+    try:
+        if interpret:
+            from attngen.interpreter import interpreting
+
+            with interpreting():
+                found.loader.exec_module(module)
+        else:
+            found.loader.exec_module(module)
+    except SyntaxError as error:
+        raise KernelCompileError(f"{path}:{error.lineno}: {error.msg}") from error
+    return module
+
+
+class Kernel:
+    """One emitted file, imported: call it with what its `launch` takes."""
+
+    def __init__(self, spec: AttentionSpec, config: KernelConfig, *, interpret: bool) -> None:
+        self.spec = spec.text
+        self.config = config
+        self.interpret = interpret
+        self.path = emit(spec, config)
+        self.module = load(self.path, interpret=interpret)
+
+    def __call__(self, *tensors: Any, **numbers: Any) -> None:
+        """Run every launch of the file's plan on the current stream.
+
+        Raises:
+            KernelCompileError: names the file, the line and the spec.
+        """
+        try:
+            if self.interpret:
+                _run_interpreted(self.module.plan(*tensors, **numbers))
+            else:
+                for kernel, grid, arguments, constants in self.module.plan(*tensors, **numbers):
+                    kernel[grid](*arguments, **constants)
+        except Exception as error:
+            raise explained(error, self.path, self.spec) from error
+
+
+def _run_interpreted(plan: list[Any]) -> None:
+    import numpy as np
+
+    with np.errstate(all="ignore"):  # inf - inf of a masked score is meant
+        for kernel, grid, arguments, constants in plan:
+            kernel[grid](*arguments, **constants)
+
+
+def explained(error: Exception, path: Path, spec: AttentionSpec) -> Exception:
+    """A Triton error with the emitted file and line in front; any other error unchanged."""
+    from triton.compiler.errors import CompilationError
+    from triton.runtime.errors import OutOfResources, PTXASError
+
+    if isinstance(error, CompilationError):
+        line = getattr(error.node, "lineno", 0) + _first_line(path, error.src) - 1
+        return KernelCompileError(f"{path}:{line}: {error.error_message or error} (spec {spec.text_key})")
+    if isinstance(error, (OutOfResources, PTXASError)):
+        return KernelCompileError(
+            f"{path}: {error} (spec {spec.text_key}); choose smaller tiles: "
+            "`attngen tune` finds ones that fit"
+        )
+    return error
+
+
+def _first_line(path: Path, source: str | None) -> int:
+    """Line of the file at which the function that `source` is the text of begins."""
+    if not source:
+        return 1
+    head = source.strip().splitlines()[0]
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.strip() == head:
+            return number
+    return 1
+
+
+@functools.lru_cache(maxsize=512)
+def kernel(spec: AttentionSpec, config: KernelConfig, interpret: bool) -> Kernel:
+    """The kernel of a spec and a config, once a process."""
+    return Kernel(spec, config, interpret=interpret)

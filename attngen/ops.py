@@ -1,0 +1,381 @@
+"""The torch ops `attngen::fwd` and `attngen::bwd`, registered when this module is imported.
+
+One opaque pair serves every spec: the spec's text key travels as a string that a fresh process can
+parse, numbers as lists whose entries `spec.scalar_args`, `spec.int_args` and `spec.tensor_args`
+name, and the config is chosen inside on concrete sizes, so that `torch.compile(dynamic=True)` sees
+one graph for all lengths. Inside the ops tensors are (batch, heads, seqlen, dim) views; results are
+stored (batch, seqlen, heads, dim) and returned as such views.
+
+The Autograd key is implemented here rather than by `torch.library.register_autograd`, because that
+wrapper costs more host time than the launch (shared design, section 7).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen import interpreter
+from attngen.errors import DtypeError, SpecError
+from attngen.resolve import device_index_of, on_reset, parsed, resolve
+from attngen.spec import AttentionSpec
+from attngen.workload import Direction, Workload, bucket
+
+_LIBRARY = torch.library.Library("attngen", "DEF")
+_LIBRARY.define(
+    "fwd(str spec, Tensor q, Tensor k, Tensor v, Tensor?[] extra, float[] scalars, SymInt[] ints)"
+    " -> Tensor[]"
+)
+_LIBRARY.define(
+    "bwd(str spec, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout,"
+    " Tensor? dlse, Tensor?[] extra, float[] scalars, SymInt[] ints) -> Tensor[]"
+)
+MAX_POSITION = 1 << 30
+"""Window sides are cut to this, so that sums of positions stay within 32 bits."""
+
+
+class _Call:
+    """The numbers of one call, named, and the kernel that serves it."""
+
+    __slots__ = ("kernel", "by_pointer", "spec")
+
+    def __init__(
+        self, direction: Direction, text_key: str, q: Tensor, k: Tensor, ints: dict[str, int]
+    ) -> None:
+        self.spec = parsed(text_key)
+        batch, heads_q, seqlen_q, _ = q.shape
+        sizes = Workload(batch, heads_q, k.shape[1], seqlen_q, k.shape[2])
+        left = ints.get("window_left")
+        right = ints.get("window_right")
+        if left is not None and self.spec.is_causal:
+            right = 0
+        at = bucket(
+            direction, sizes, (left, right), batch_invariant=self.spec.batch_invariant
+        )
+        resolved = resolve(text_key, at, device_index_of(q))
+        self.kernel = resolved.kernel
+        self.by_pointer = resolved.by_pointer
+
+
+_CALLS: dict[tuple[Any, ...], _Call] = {}
+_MAX_CALLS = 4096
+on_reset(_CALLS.clear)
+
+
+def _call(
+    direction: Direction, text_key: str, q: Tensor, k: Tensor, ints: dict[str, int]
+) -> _Call:
+    window = (ints.get("window_left"), ints.get("window_right"))
+    at = (direction, text_key, q.shape, k.shape, window, q.device)
+    call = _CALLS.get(at)
+    if call is None:
+        if len(_CALLS) >= _MAX_CALLS:
+            _CALLS.clear()
+        call = _CALLS[at] = _Call(direction, text_key, q, k, ints)
+    return call
+
+
+def addressable(*tensors: Tensor) -> bool:
+    """May a tensor descriptor (TMA) address these? Pointers and strides in units of 16 bytes."""
+    for x in tensors:
+        size = x.element_size()
+        if x.data_ptr() % 16 or x.shape[3] * size % 16:
+            return False
+        for stride in x.stride()[:3]:
+            if stride <= 0 or stride * size % 16:
+                return False
+    return True
+
+
+def unit_last_stride(x: Tensor) -> Tensor:
+    """x itself, or a copy if its columns do not lie side by side."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def _empty_bshd(like: Tensor, batch: int, heads: int, rows: int, dim: int, dtype: Any) -> Tensor:
+    """Uninitialised (batch, heads, rows, dim), stored (batch, rows, heads, dim)."""
+    return like.new_empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
+
+
+def _arguments(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: dict[str, int],
+) -> dict[str, Any]:
+    """What the emitted file's plan() takes beside tensors and config."""
+    numbers: dict[str, Any] = dict(zip(spec.scalar_args, scalars, strict=True))
+    for name in ("q_start", "q_step", "k_start", "k_step", "batch_start", "head_start"):
+        if name in ints:
+            numbers[name] = ints[name]
+    for name in ("window_left", "window_right"):
+        if name in ints:
+            numbers[name] = min(ints[name], MAX_POSITION)
+    if spec.has_positions:
+        total_q, total_k = ints["seqlen_q_total"], ints["seqlen_k_total"]
+        total_q = q.shape[2] if total_q < 0 else total_q
+        total_k = k.shape[2] if total_k < 0 else total_k
+        numbers["align"] = total_k - total_q if ints["bottom_right"] else 0
+    if spec.has_dropout:
+        numbers["seed"] = extra[0]
+    return numbers
+
+
+def _check(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what a kernel must never see. `api` has friendlier checks before this one."""
+    wanted = getattr(torch, spec.dtype)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != wanted:
+            raise DtypeError(
+                f"{name} is {x.dtype} but the spec says dtype={spec.dtype}; cast it, or use a "
+                f"spec of that dtype"
+            )
+        if x.device != q.device:
+            raise SpecError(
+                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
+            )
+    if q.is_cpu and not interpreter.enabled():
+        raise SpecError(
+            "q is on the CPU but this machine has a GPU; move the tensors with .cuda(), or set "
+            "ATTNGEN_INTERPRET=1 to run Triton's interpreter"
+        )
+
+
+def _forward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> list[Tensor]:
+    spec = parsed(text_key)
+    _check(spec, q, k, v)
+    named = dict(zip(spec.int_args, ints, strict=True))
+    batch, heads, seqlen_q, _ = q.shape
+    dtype = torch.float32 if named["partial"] else q.dtype
+    out = _empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
+    lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
+    if lse.numel() == 0:
+        return [out, lse]
+    if k.shape[2] == 0:
+        return [out.zero_(), lse.fill_(float("-inf"))]
+    q, k, v = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v)
+    call = _call("fwd", text_key, q, k, named)
+    run = call.kernel
+    if run is not call.by_pointer and not addressable(q, k, v):
+        run = call.by_pointer
+    numbers = _arguments(spec, q, k, extra, scalars, named)
+    with torch.cuda.device_of(q):
+        run(q, k, v, out, lse, **numbers)
+    return [out, lse]
+
+
+def _backward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> list[Tensor]:
+    spec = parsed(text_key)
+    _check(spec, q, k, v)
+    named = dict(zip(spec.int_args, ints, strict=True))
+    batch, heads, seqlen_q, dim = q.shape
+    heads_kv, seqlen_k, dim_v = v.shape[1:]
+    dq = _empty_bshd(q, batch, heads, seqlen_q, dim, q.dtype)
+    dk = _empty_bshd(k, batch, heads_kv, seqlen_k, dim, k.dtype)
+    dv = _empty_bshd(v, batch, heads_kv, seqlen_k, dim_v, v.dtype)
+    if lse.numel() == 0 or k.numel() == 0:
+        return [dq.zero_(), dk.zero_(), dv.zero_()]
+    dout = torch.zeros_like(out) if dout is None else unit_last_stride(dout)
+    q, k, v, out = (unit_last_stride(x) for x in (q, k, v, out))
+    lse = lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    call = _call("bwd", text_key, q, k, named)
+    run = call.kernel
+    if run is not call.by_pointer and not addressable(q, k, v, dout):
+        run = call.by_pointer
+    scratch = [torch.empty_like(lse)]
+    if run.config.dq == "atomic":  # type: ignore[union-attr]  # a backward config
+        scratch.append(q.new_empty((batch, heads, seqlen_q, dim), dtype=torch.float32))
+    numbers = _arguments(spec, q, k, extra, scalars, named)
+    with torch.cuda.device_of(q):
+        run(q, k, v, out, lse, dout, dlse, dq, dk, dv, *scratch, **numbers)
+    return [dq, dk, dv]
+
+
+def _fake_forward(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
+) -> list[Tensor]:
+    batch, heads, seqlen_q, _ = q.shape
+    dtype = torch.float32 if ints[0] else q.dtype
+    out = _empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
+    return [out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)]
+
+
+def _fake_backward(text_key: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
+    return [_empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (q, k, v)]
+
+
+class _Attention(torch.autograd.Function):
+    """Gradients of `attngen::fwd`: one call of `attngen::bwd`."""
+
+    @staticmethod
+    def forward(
+        text_key: str, scalars: Any, ints: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Any
+    ) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.attngen.fwd(text_key, q, k, v, list(extra), scalars, ints))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.text_key, ctx.scalars, ctx.ints, q, k, v, *extra = inputs
+        ctx.save_for_backward(q, k, v, *output, *extra)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        q, k, v, out, lse, *extra = ctx.saved_tensors
+        dout, dlse = grads
+        nothing = (None,) * (6 + len(extra))
+        if dout is None and dlse is None:
+            return nothing
+        dq, dk, dv = torch.ops.attngen.bwd(
+            ctx.text_key, q, k, v, out, lse, dout, dlse, extra, ctx.scalars, ctx.ints
+        )
+        needed = ctx.needs_input_grad[3:6]
+        found = (g if need else None for g, need in zip((dq, dk, dv), needed, strict=True))
+        return (None, None, None, *found, *(None,) * len(extra))
+
+
+class _Once(torch.autograd.Function):
+    """`attngen::bwd` under autograd: computes, and refuses to be differentiated again."""
+
+    @staticmethod
+    def forward(ctx: Any, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return tuple(torch.ops.attngen.bwd(*arguments))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        raise NotImplementedError(
+            "attngen::bwd cannot be differentiated (a second derivative of attention); compute it "
+            "with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
+        )
+
+
+def _differentiable(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _autograd_forward(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
+) -> list[Tensor]:
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        if torch.is_grad_enabled():
+            return list(_Attention.apply(text_key, scalars, ints, q, k, v, *extra))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
+
+
+def _autograd_backward(*arguments: Any) -> list[Tensor]:
+    tensors = [x for x in arguments[1:8] if x is not None]
+    if _differentiable(*tensors):
+        return list(_Once.apply(arguments, *tensors))
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.attngen.bwd(*arguments)
+
+
+def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
+    def cast_forward(
+        text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
+    ) -> list[Tensor]:
+        wanted = getattr(torch, parsed(text_key).dtype)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            q, k, v = (x.to(wanted) if x.is_floating_point() else x for x in (q, k, v))
+            return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
+
+    return cast_forward
+
+
+def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
+    """Move a vmapped dimension to the front and fold it into the batch."""
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.flatten(0, 1)
+
+
+def _vmap_forward(
+    info: Any, in_dims: Any, text_key: Any, q: Any, k: Any, v: Any, extra: Any, scalars: Any,
+    ints: Any
+) -> Any:
+    _refuse_batched(in_dims[4])
+    folded = [_fold(x, d, info.batch_size) for x, d in zip((q, k, v), in_dims[1:4], strict=True)]
+    results = torch.ops.attngen.fwd(text_key, *folded, extra, scalars, ints)
+    return [r.unflatten(0, (info.batch_size, -1)) for r in results], [0] * len(results)
+
+
+def _vmap_backward(info: Any, in_dims: Any, text_key: Any, *arguments: Any) -> Any:
+    _refuse_batched(in_dims[8])
+    tensors, (extra, scalars, ints) = arguments[:7], arguments[7:]
+    folded = [
+        None if x is None else _fold(x, d, info.batch_size)
+        for x, d in zip(tensors, in_dims[1:8], strict=True)
+    ]
+    results = torch.ops.attngen.bwd(text_key, *folded, extra, scalars, ints)
+    return [r.unflatten(0, (info.batch_size, -1)) for r in results], [0] * len(results)
+
+
+def _refuse_batched(dims: Any) -> None:
+    if any(dim is not None for dim in dims or ()):
+        raise SpecError(
+            "vmap over dropout_seed is not offered; the folded batch row already gives each "
+            "sample bits of its own"
+        )
+
+
+def _flops_forward(text_key: str, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
+    """2 products of 2*B*H*Sq*Sk*D, whatever is masked (what torch counts for SDPA)."""
+    batch, heads, seqlen_q, dim = q
+    return int(2 * batch * heads * seqlen_q * k[2] * (dim + v[3]))
+
+
+def _flops_backward(text_key: str, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
+    """5 products: S and dK, dQ with head_dim columns, dP and dV with head_dim_v."""
+    batch, heads, seqlen_q, dim = q
+    return int(2 * batch * heads * seqlen_q * k[2] * (3 * dim + 2 * v[3]))
+
+
+def _register() -> None:
+    from torch.utils.flop_counter import register_flop_formula
+
+    for key in ("CUDA", "CPU"):
+        _LIBRARY.impl("fwd", _forward, key)
+        _LIBRARY.impl("bwd", _backward, key)
+    _LIBRARY.impl("fwd", _autograd_forward, "Autograd")
+    _LIBRARY.impl("bwd", _autograd_backward, "Autograd")
+    for device_type in ("cuda", "cpu"):
+        name = f"Autocast{device_type.upper()}"
+        key = getattr(torch._C.DispatchKey, name)
+        _LIBRARY.impl("fwd", _autocast_forward(device_type, key), name)
+    torch.library.register_fake("attngen::fwd", _fake_forward, lib=_LIBRARY)
+    torch.library.register_fake("attngen::bwd", _fake_backward, lib=_LIBRARY)
+    torch.library.register_vmap("attngen::fwd", _vmap_forward, lib=_LIBRARY)
+    torch.library.register_vmap("attngen::bwd", _vmap_backward, lib=_LIBRARY)
+    register_flop_formula(torch.ops.attngen.fwd)(_flops_forward)
+    register_flop_formula(torch.ops.attngen.bwd)(_flops_backward)
+
+
+_register()

@@ -1,0 +1,153 @@
+"""What is legal in a record's plain form: which fields, and which values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from datetime import datetime
+from typing import Any, Literal, get_args, get_type_hints
+
+from attngen import config as configs
+from attngen.errors import SpecError, nearest
+from attngen.workload import DIRECTIONS, Bucket, Direction
+
+Origin = Literal["measured", "predicted"]
+ORIGINS: tuple[Origin, ...] = ("measured", "predicted")
+
+DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
+MAX_MICROSECONDS = 1e12
+MAX_COUNT = 10**6
+
+
+def problem_of(named: Any) -> str | None:
+    """What is wrong with a record's plain form, by field; None if nothing is."""
+    if not isinstance(named, dict):
+        return f"a record must be a JSON object, got {type(named).__name__}"
+    if problem := _names_problem("field", named, list(_RULES)):
+        return problem
+    for name, (is_legal, allowed) in _RULES.items():
+        if not is_legal(named[name]):
+            return f"{name} must be {allowed}, got {_short(named[name])}"
+    if not named["bucket"].startswith(named["direction"]):
+        return f"direction {named['direction']!r} contradicts bucket {named['bucket']!r}"
+    return (
+        _evidence_problem(named)
+        or _config_problem(named["direction"], named["config"])
+        or _provenance_problem(named["provenance"])
+    )
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != "" and value.isprintable()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and _is_number(value) and 0 <= value < MAX_COUNT
+
+
+def _is_time(value: Any) -> bool:
+    return value is None or (_is_number(value) and 0 < value < MAX_MICROSECONDS)
+
+
+def _is_bound(value: Any) -> bool:
+    return value is None or (_is_number(value) and 0 <= value < MAX_MICROSECONDS)
+
+
+def _is_bucket(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and Bucket.parse(value).key == value
+    except SpecError:
+        return False
+
+
+def _is_date(value: Any) -> bool:
+    try:
+        return bool(datetime.strptime(value, DATE_FORMAT).strftime(DATE_FORMAT) == value)
+    except (TypeError, ValueError):
+        return False
+
+
+def _is_clocks(value: Any) -> bool:
+    return value is None or (
+        isinstance(value, list) and len(value) == 2 and all(_is_count(clock) for clock in value)
+    )
+
+
+_TEXT = (_is_text, "a non-empty line of text")
+_TIME = (_is_time, "microseconds above 0, or null")
+_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "text_key": _TEXT,
+    "template_hash": _TEXT,
+    "bucket": (_is_bucket, "a bucket key such as fwd-q4096-k4096-bh64-g8-w0-p0"),
+    "device_key": _TEXT,
+    "triton": (
+        lambda v: isinstance(v, str) and re.fullmatch(r"[0-9]+\.[0-9]+", v) is not None,
+        'major.minor, as "3.6"',
+    ),
+    "policy": _TEXT,
+    "direction": (lambda v: v in DIRECTIONS, '"fwd" or "bwd"'),
+    "config": (lambda v: isinstance(v, dict), "an object of named config fields"),
+    "median_us": _TIME,
+    "spread_us": (_is_bound, "microseconds from 0 up, or null"),
+    "default_us": _TIME,
+    "rounds": (_is_count, f"an int from 0 to {MAX_COUNT - 1}"),
+    "error": (_is_bound, "a finite number from 0 up, or null"),
+    "origin": (lambda v: v in ORIGINS, '"measured" or "predicted"'),
+    "clocks_mhz": (_is_clocks, "[before, after] in MHz, or null"),
+    "provenance": (lambda v: isinstance(v, dict), "an object"),
+    "date": (_is_date, 'UTC as "2026-11-29T21:38:00Z"'),
+}
+
+# Fields of a provenance, and whether each must be known.
+_PROVENANCE = {"gpu": True, "driver": False, "cuda": False, "torch": False, "triton": True}
+
+
+def _names_problem(what: str, named: dict[str, Any], known: list[str]) -> str | None:
+    for name in named:
+        if name not in known:
+            hint = nearest(name, known)
+            return f"unknown {what} {_short(name)}{hint}; known: {', '.join(known)}"
+    missing = [name for name in known if name not in named]
+    return f"{what} {missing[0]!r} is missing" if missing else None
+
+
+def _evidence_problem(named: dict[str, Any]) -> str | None:
+    if named["origin"] == "measured":
+        for name in ("median_us", "default_us"):
+            if named[name] is None:
+                return f"{name} must be a time in a measured record, got null"
+        if named["rounds"] == 0:
+            return "rounds must be at least 1 in a measured record, got 0"
+    return None
+
+
+def _config_problem(direction: Direction, config: dict[str, Any]) -> str | None:
+    try:
+        whole = configs.from_dict(direction, config).as_dict()
+    except SpecError as error:
+        return f"config: {error}"
+    for name, kind in get_type_hints(configs.CONFIG_CLASS[direction]).items():
+        value, allowed = whole[name], get_args(kind)
+        if allowed and value not in allowed:
+            return f"config.{name} must be one of {list(allowed)}, got {_short(value)}"
+        if kind is int and not _is_count(value):
+            return f"config.{name} must be an int from 0 to {MAX_COUNT - 1}, got {_short(value)}"
+    return None
+
+
+def _provenance_problem(named: dict[str, Any]) -> str | None:
+    if problem := _names_problem("provenance field", named, list(_PROVENANCE)):
+        return problem
+    for name, value in named.items():
+        if not (_is_text(value) or (value is None and not _PROVENANCE[name])):
+            return f"provenance.{name} must be {_TEXT[1]}, got {_short(value)}"
+    return None
+
+
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,135 @@
+"""`(spec, bucket, device) -> kernel`, once a process: look-up, default, import.
+
+A resolved kernel stays for the life of the process, so that recomputation in a checkpoint and ranks
+after a broadcast cannot change config in mid-run; `reset` (attngen.reload) forgets them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from attngen import gpu as gpus
+from attngen import interpreter
+from attngen.config import KernelConfig, default_config, infeasible, with_tiles
+from attngen.gpu import GpuInfo
+from attngen.kernel import Kernel, kernel
+from attngen.lookup import Found, lookup
+from attngen.records import POLICY, RecordKey, minor_of, shipped
+from attngen.render import template_hash
+from attngen.spec import AttentionSpec
+from attngen.store import Store
+from attngen.workload import Bucket
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """The kernel that serves a (spec, bucket, device), and why."""
+
+    kernel: Kernel
+    by_pointer: Kernel
+    """The same config with pointers, for tensors that descriptors cannot address."""
+    found: Found
+    key: RecordKey
+    gpu: GpuInfo
+
+
+@functools.cache
+def triton_minor() -> str:
+    """"major.minor" of the installed Triton, without importing it."""
+    return minor_of(importlib.metadata.version("triton"))
+
+
+def record_key(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> RecordKey:
+    """The key under which the tuner stores, and the look-up seeks, a record."""
+    return RecordKey(
+        text_key=spec.text_key,
+        template_hash=template_hash(spec.text, bucket.direction),
+        bucket=bucket.key,
+        device_key=gpu.device_key,
+        triton=triton_minor(),
+        policy=POLICY,
+    )
+
+
+@functools.cache
+def device_info(index: int | None) -> GpuInfo:
+    """Facts of a CUDA device; of the interpreter for None."""
+    return gpus.INTERPRETER if index is None else gpus.from_device(index)
+
+
+def find(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> tuple[KernelConfig, Found, RecordKey]:
+    """The config that serves a spec: a stored one that fits, else the default. Never tunes."""
+    key = record_key(spec, bucket, gpu)
+
+    def accept(config: KernelConfig) -> list[str]:
+        return infeasible(spec, config, gpu)
+
+    if gpu.is_interpreter:
+        found = Found(record=None, tier="default", why=["Triton's interpreter is not tuned"])
+    else:
+        with Store.open(readonly=True) as store:
+            found = lookup(store, key, bucket, gpu, accept)
+    config = found.record.kernel_config if found.record else default_config(spec, bucket, gpu)
+    return config, found, key
+
+
+_RESOLVED: dict[tuple[str, Bucket, int | None], Resolved] = {}
+_RESOLVING = threading.RLock()
+
+
+def resolve(text_key: str, bucket: Bucket, device_index: int | None) -> Resolved:
+    """The kernel of a spec's text in a bucket on a device; None is the interpreter."""
+    at = (text_key, bucket, device_index)
+    resolved = _RESOLVED.get(at)
+    if resolved is None:
+        with _RESOLVING:
+            resolved = _RESOLVED.get(at)
+            if resolved is None:
+                resolved = _resolve(text_key, bucket, device_index)
+                _RESOLVED[at] = resolved
+    return resolved
+
+
+def _resolve(text_key: str, bucket: Bucket, device_index: int | None) -> Resolved:
+    spec = parsed(text_key)
+    gpu = device_info(device_index)
+    config, found, key = find(spec, bucket, gpu)
+    interpret = device_index is None
+    by_pointer = kernel(spec, with_tiles(config, "pointer"), interpret)
+    best = kernel(spec, config, interpret) if config.tiles != "pointer" else by_pointer
+    return Resolved(best, by_pointer, found, key, gpu)
+
+
+@functools.lru_cache(maxsize=1024)
+def parsed(text_key: str) -> AttentionSpec:
+    """The spec a text key stands for; parsed once a process."""
+    return AttentionSpec.parse(text_key)
+
+
+_ON_RESET: list[Any] = []
+
+
+def on_reset(forget: Any) -> None:
+    """Register a cache that must be emptied when resolved kernels are forgotten."""
+    _ON_RESET.append(forget)
+
+
+def reset() -> None:
+    """Forget every resolved kernel; the next call reads the database again."""
+    with _RESOLVING:
+        _RESOLVED.clear()
+        shipped.cache_clear()
+        for forget in _ON_RESET:
+            forget()
+
+
+def device_index_of(tensor: Any) -> int | None:
+    """The CUDA index of a tensor's device, or None where the interpreter serves it."""
+    if tensor.is_cuda and not interpreter.forced():
+        index = tensor.device.index
+        return int(index)
+    return None
