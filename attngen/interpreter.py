@@ -51,6 +51,7 @@ def switch_on() -> None:
             stacklevel=2,
         )
     _repair_bfloat16()
+    _fuse_multiply_add()
     _add_descriptor_atomics()
     for module in _language_modules():
         for name, value in list(vars(module).items()):
@@ -97,6 +98,19 @@ def _repair_bfloat16() -> None:
 
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_dot = create_dot
+
+
+def _fuse_multiply_add() -> None:
+    """Round a float32 multiply-add once, as the hardware does."""
+    fma = InterpreterBuilder.create_fma
+
+    def create_fma(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if x.dtype.scalar != triton.language.float32:
+            return fma(self, x, y, z)
+        wide = x.data.astype(np.float64) * y.data + z.data
+        return TensorHandle(wide.astype(np.float32), triton.language.float32)
+
+    InterpreterBuilder.create_fma = create_fma
 
 
 def _widen(bits: np.ndarray) -> np.ndarray:

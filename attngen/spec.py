@@ -216,6 +216,11 @@ class AttentionSpec:
         return 4 if self.dtype == "float32" else 2
 
     @property
+    def is_exact(self) -> bool:
+        """Products are made in IEEE float32."""
+        return self.dtype == "float32" and self.precision == "ieee"
+
+    @property
     def tensor_args(self) -> tuple[str, ...]:
         """Names of the entries of the op's `extra` list, in order."""
         return ("dropout_seed",) if self.has_dropout else ()

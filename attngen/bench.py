@@ -1,0 +1,232 @@
+"""Timing our kernels beside their peers, in one run.
+
+All contestants take turns, several rounds of `triton.testing.do_bench` medians, so that drift of
+clocks and temperature meets all alike. A backward is timed through `torch.autograd.grad` with
+`retain_graph=True`, for peers and for ours. TFLOP/s count 4*B*Hq*Sq*Sk*D for a forward (two
+products; (D + Dv) / 2 where they differ), half of it if causal, and 2.5 times that for a backward;
+a window is not subtracted.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.api import compile
+from attngen.config import KernelConfig, default_config
+from attngen.explain import explain_workload
+from attngen.gpu import GpuInfo, current
+from attngen.peers import Attend, CannotServe, Peer
+from attngen.pinned import pinned
+from attngen.spec import AttentionSpec
+from attngen.workload import DIRECTIONS, Direction, Workload, spec_bucket
+
+OURS, DEFAULT = "attngen", "attngen default"
+REASON_LENGTH = 160
+
+Timer = Callable[[Callable[[], Any]], float]
+"""Milliseconds of a call."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One contestant; `ms` is None if it did not run, and `reason` says why."""
+
+    name: str
+    ms: float | None = None
+    spread_ms: float | None = None
+    """Largest less smallest round."""
+    tflops: float | None = None
+    reason: str = ""
+    config: str = ""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Every contestant on one workload and direction."""
+
+    spec: AttentionSpec
+    workload: Workload
+    direction: Direction
+    rounds: int
+    tier: str
+    """Where our config is from, as `attngen explain` says."""
+    timed: tuple[Timed, ...]
+
+    @property
+    def ours(self) -> float | None:
+        return next((each.ms for each in self.timed if each.name == OURS), None)
+
+    def ratio(self, other: Timed) -> float | None:
+        """Their time over ours: above 1 where ours is faster."""
+        return other.ms / self.ours if other.ms and self.ours else None
+
+    def as_dict(self) -> dict[str, Any]:
+        results = {each.name: vars(each) | {"their_time_over_ours": self.ratio(each)} for each in
+                   self.timed}
+        return {
+            "spec": self.spec.key,
+            "workload": str(self.workload),
+            "direction": self.direction,
+            "rounds": self.rounds,
+            "tier": self.tier,
+            "results": results,
+        }
+
+
+def usual_workloads(spec: AttentionSpec) -> list[Workload]:
+    """16k tokens and a model width of 2048, in sequences of 1k, 4k and 16k."""
+    heads = max(1, 2048 // spec.head_dim)
+    return [Workload(16384 // n, heads, heads, n, n) for n in (1024, 4096, 16384)]
+
+
+def flops(spec: AttentionSpec, workload: Workload, direction: Direction) -> float:
+    """Floating point operations that a time is divided into; see the module's docstring."""
+    scores = workload.batch * workload.num_heads_q * workload.seqlen_q * workload.seqlen_k
+    forward = 2.0 * scores * (spec.head_dim + spec.head_dim_v) * (0.5 if spec.is_causal else 1.0)
+    return forward if direction == "fwd" else 2.5 * forward
+
+
+def do_bench(call: Callable[[], Any]) -> float:
+    """Median milliseconds, the L2 flushed before each run."""
+    from triton.testing import do_bench as measure
+
+    return float(measure(call, warmup=20, rep=60, return_mode="median"))
+
+
+def bench(
+    spec: AttentionSpec,
+    workload: Workload,
+    peers: list[Peer],
+    *,
+    directions: tuple[Direction, ...] = DIRECTIONS,
+    rounds: int = 5,
+    timer: Timer = do_bench,
+    device: str = "cuda",
+    progress: Callable[[str], None] = lambda message: None,
+) -> Iterator[Comparison]:
+    """Time a spec on a workload, one direction after the other."""
+    spec = replace(spec, layout="bhsd")
+    gpu = current()
+    for direction in directions:
+        progress(f"{workload} {direction}: preparing")
+        torch.compiler.reset()  # each shape compiles FlexAttention anew, and dynamo counts
+        entrants, absent = _entrants(spec, workload, direction, peers, gpu, device)
+        times: dict[str, list[float]] = {entrant.name: [] for entrant in entrants}
+        for number in range(rounds):
+            progress(f"{workload} {direction}: round {number + 1} of {rounds}")
+            for entrant in entrants:
+                with entrant.setting():
+                    times[entrant.name].append(timer(entrant.call))
+        work = flops(spec, workload, direction)
+        timed = [_timed(entrant, times[entrant.name], work) for entrant in entrants]
+        tier = explain_workload(spec, workload, directions=(direction,)).choices[0].found.tier
+        order = [OURS, DEFAULT, *(peer.name for peer in peers)]
+        both = sorted([*timed, *absent], key=lambda each: order.index(each.name))
+        yield Comparison(spec, workload, direction, rounds, tier, tuple(both))
+
+
+@dataclass(frozen=True)
+class _Entrant:
+    """A contestant that ran once: what is timed, and the setting it runs in."""
+
+    name: str
+    call: Callable[[], Any]
+    setting: Callable[[], AbstractContextManager[Any]] = nullcontext
+    config: str = ""
+
+
+def _timed(entrant: _Entrant, times: list[float], work: float) -> Timed:
+    ms = statistics.median(times)
+    return Timed(
+        entrant.name, ms, max(times) - min(times), work / ms / 1e9, config=entrant.config
+    )
+
+
+def _entrants(
+    spec: AttentionSpec,
+    workload: Workload,
+    direction: Direction,
+    peers: list[Peer],
+    gpu: GpuInfo,
+    device: str,
+) -> tuple[list[_Entrant], list[Timed]]:
+    """Who runs, each having run once, and who does not, with the reason."""
+    entrants, absent = [], []
+    inputs = _inputs(spec, workload, device)
+    stored, default = _our_configs(spec, workload, direction, gpu)
+    ours: list[tuple[str, KernelConfig]] = [(OURS, stored), (DEFAULT, default)]
+    attend = compile(spec)
+    for name, config in ours:
+        setting = partial(pinned, {direction: config})
+        with setting():
+            call = _call(attend, inputs, direction)
+        entrants.append(_Entrant(name, call, setting, config.key))
+    for peer in peers:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                call = _call(peer.make(spec, workload), _ordered(inputs, peer.layout), direction)
+        except CannotServe as why:
+            absent.append(Timed(peer.name, reason=str(why)[:REASON_LENGTH]))
+        except Exception as error:  # a peer may fail in any way; the others are still timed
+            first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
+            absent.append(Timed(peer.name, reason=first_line[:REASON_LENGTH]))
+        else:
+            entrants.append(_Entrant(peer.name, call))
+    return entrants, absent
+
+
+def _our_configs(
+    spec: AttentionSpec, workload: Workload, direction: Direction, gpu: GpuInfo
+) -> tuple[KernelConfig, KernelConfig]:
+    """(what a call runs, what it would run with no record)."""
+    (choice,) = explain_workload(spec, workload, gpu=gpu, directions=(direction,)).choices
+    return choice.config, default_config(spec.text, spec_bucket(direction, spec, workload), gpu)
+
+
+def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (
+        (workload.num_heads_q, workload.seqlen_q, spec.head_dim),
+        (workload.num_heads_kv, workload.seqlen_k, spec.head_dim),
+        (workload.num_heads_kv, workload.seqlen_k, spec.head_dim_v),
+    )
+    dtype = getattr(torch, spec.dtype)
+    q, k, v = (
+        torch.randn((workload.batch, *shape), generator=generator, device=device, dtype=dtype)
+        for shape in shapes
+    )
+    return q, k, v
+
+
+def _ordered(inputs: tuple[Tensor, Tensor, Tensor], layout: str) -> tuple[Tensor, Tensor, Tensor]:
+    if layout == "bhsd":
+        return inputs
+    q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
+    return q, k, v
+
+
+def _call(
+    attend: Attend, inputs: tuple[Tensor, Tensor, Tensor], direction: Direction
+) -> Callable[[], Any]:
+    """What is timed; it has run once when this returns, so that compiling is over."""
+    call: Callable[[], Any]
+    if direction == "fwd":
+        call = partial(attend, *inputs)
+    else:
+        leaves = tuple(x.detach().requires_grad_() for x in inputs)
+        out = attend(*leaves)
+        call = partial(
+            torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True
+        )
+    call()
+    return call

@@ -1,0 +1,181 @@
+"""Commands about one kernel: emit, explain, verify."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attngen.cli.options import (
+    bad_config,
+    config_option,
+    device,
+    direction_option,
+    directions_of,
+    gpu_option,
+    json_option,
+    parse_config,
+    spec_argument,
+    workload_option,
+)
+from attngen.cli.output import print_json, table, write_whole
+from attngen.cli.program import FAILED, Command, say
+from attngen.config import KernelConfig
+from attngen.gpu import GpuInfo
+from attngen.spec import AttentionSpec
+from attngen.workload import Direction, Workload
+
+if TYPE_CHECKING:
+    from attngen.verify import Check
+
+# What `emit` and `verify` look a config up for if no workload is named.
+USUAL_WORKLOAD = Workload(1, 16, 16, 4096, 4096)
+
+
+@click.command(cls=Command)
+@spec_argument
+@direction_option("fwd", both=False)
+@workload_option()
+@gpu_option
+@config_option
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    default="-",
+    metavar="FILE",
+    help="Write to a file; '-' is stdout.",
+)
+def emit(
+    spec: AttentionSpec,
+    direction: Direction,
+    workload: Workload | None,
+    gpu: GpuInfo | None,
+    config: str | None,
+    out: Path,
+) -> None:
+    """Print the kernel file of a SPEC: the stored winner's, or the one that --config names.
+
+    Numbers that the text does not depend on may be `any`: window=any:none,dropout_p=any.
+    """
+    from attngen.render import render
+
+    where = device(gpu)
+    if where.is_interpreter and config is None:
+        say("note: no GPU here: this is the interpreter's config; --gpu nvidia_h200 emits for one")
+    if config is None:
+        chosen = _looked_up(spec, direction, workload, where)
+    else:
+        chosen = parse_config(spec, direction, config, where)
+    text = render(spec, chosen)
+    if str(out) == "-":
+        click.echo(text, nl=False)
+    else:
+        write_whole(out, text)
+        say(f"wrote {out}")
+
+
+def _looked_up(
+    spec: AttentionSpec, direction: Direction, workload: Workload | None, gpu: GpuInfo
+) -> KernelConfig:
+    """The config that a call of these sizes runs on a GPU."""
+    from attngen.resolve import find
+    from attngen.workload import spec_bucket
+
+    config, _, _ = find(spec.text, spec_bucket(direction, spec, workload or USUAL_WORKLOAD), gpu)
+    return config
+
+
+@click.command(cls=Command)
+@spec_argument
+@workload_option(required=True, multiple=True)
+@direction_option("both")
+@gpu_option
+@json_option
+def explain(
+    spec: AttentionSpec,
+    workloads: tuple[Workload, ...],
+    direction: str,
+    gpu: GpuInfo | None,
+    as_json: bool,
+) -> None:
+    """Say which record, config and lowering serve a SPEC, and why."""
+    from attngen.explain import explain_workload
+
+    where = device(gpu)
+    for number, workload in enumerate(workloads):
+        made = explain_workload(spec, workload, gpu=where, directions=directions_of(direction))
+        if as_json:
+            print_json(made.as_dict())
+        else:
+            click.echo(f"\n{made}" if number else str(made))
+
+
+@click.command(cls=Command)
+@spec_argument
+@workload_option()
+@direction_option("both")
+@gpu_option
+@config_option
+@json_option
+@click.pass_context
+def verify(
+    ctx: click.Context,
+    spec: AttentionSpec,
+    workload: Workload | None,
+    direction: str,
+    gpu: GpuInfo | None,
+    config: str | None,
+    as_json: bool,
+) -> None:
+    """Run a SPEC's kernels on small and awkward shapes and compare them with float64.
+
+    The config is the one that a call of --workload would run here, or on --gpu, or the one that
+    --config names. Without a GPU the kernels run in Triton's interpreter. Exit code 1 if a result
+    is worse than plain PyTorch's in the same dtype allows.
+    """
+    directions = directions_of(direction)
+    if config is not None and len(directions) > 1:
+        raise bad_config("a config serves one direction; add --direction fwd or --direction bwd")
+    import torch
+
+    from attngen import verify as checks
+    from attngen.pinned import pinned
+
+    chosen: dict[Direction, KernelConfig] = {}
+    for each in directions:
+        if config is not None:
+            chosen[each] = parse_config(spec, each, config, device(gpu))
+        elif gpu is not None or workload is not None:
+            chosen[each] = _looked_up(spec, each, workload, device(gpu))
+    on = "cuda" if torch.cuda.is_available() else "cpu"
+    found = []
+    with warnings.catch_warnings(), pinned(chosen) if chosen else nullcontext():
+        warnings.filterwarnings("ignore", message="attngen: no CUDA device")
+        workloads = checks.shapes(workload, on)
+        for check in checks.verify(spec, workloads, directions, on):
+            found.append(check)
+            if as_json:
+                print_json(check.as_dict())
+    wrong = [check for check in found if not check.ok]
+    if not as_json:
+        click.echo(_verdicts(found))
+    if workload is not None and workload not in workloads:
+        say(f"note: {workload} itself is too large to check whole; its config ran on small shapes")
+    if wrong:
+        say(
+            f"attngen: {len(wrong)} of {len(found)} results disagree with float64, first "
+            f"{wrong[0].result} of {wrong[0].workload} ({wrong[0].detail}); report the spec "
+            f"{spec.key}"
+        )
+        ctx.exit(FAILED)
+
+
+def _verdicts(found: list[Check]) -> str:
+    rows = [
+        (str(each.workload), each.direction, each.result, "ok" if each.ok else "WRONG", each.detail)
+        for each in found
+    ]
+    return table(("workload", "pass", "result", "verdict", "beside float64"), rows)

@@ -1,0 +1,111 @@
+"""How the command line fails: one line on stderr, an exit code, no traceback without --debug."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from attngen.errors import AttngenError, nearest
+
+FAILED, USAGE, INTERRUPTED = 1, 2, 130
+
+
+def debug_option() -> click.Option:
+    """`--debug`, which the program and every command take; `Program.main` reads it."""
+    return click.Option(
+        ["--debug"], is_flag=True, expose_value=False, help="Show the traceback of an error."
+    )
+
+
+class Command(click.Command):
+    """A command that takes --debug too, because that is where people write it."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.params.append(debug_option())
+
+
+class Interrupted(click.ClickException):
+    """Ctrl-C, said in one line."""
+
+    exit_code = INTERRUPTED
+
+    def __init__(self, command: str | None) -> None:
+        kept = "; measured trials are kept, run the same command to go on"
+        super().__init__("interrupted" + (kept if command == "tune" else ""))
+
+
+class Program(click.Group):
+    """The group of all commands; turns every exception into a line and an exit code."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        arguments = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(
+                arguments, "attngen", complete_var, False, windows_expand_args, **extra
+            )
+        except Exception as error:
+            if not standalone_mode:
+                raise
+            if "--debug" in arguments:
+                traceback.print_exception(error)
+            code = complain(error)
+        if not standalone_mode:
+            return code
+        sys.exit(code if isinstance(code, int) else 0)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise Interrupted(ctx.invoked_subcommand) from None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in self.commands and not args[0].startswith("-"):
+            names = ", ".join(self.commands)
+            ctx.fail(f"unknown command {args[0]!r}{nearest(args[0], self.commands)}; one of {names}")
+        return super().resolve_command(ctx, args)
+
+
+def complain(error: Exception) -> int:
+    """Say in one line on stderr what went wrong; return the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return USAGE
+    if isinstance(error, click.UsageError):
+        path = error.ctx.command_path if error.ctx else "attngen"
+        message = error.format_message().rstrip(".")
+        say(f"{path}: {message}; see '{path} --help'")
+        return USAGE
+    if isinstance(error, click.ClickException):
+        say(f"attngen: {error.format_message()}")
+        return error.exit_code
+    if isinstance(error, AttngenError):
+        say(f"attngen: {error}")
+    elif isinstance(error, OSError):
+        say(f"attngen: {error.strerror or error}: {error.filename}; check the path")
+    else:
+        say(
+            f"attngen: unexpected {type(error).__name__}: {error}; run it again with --debug and "
+            "report the traceback"
+        )
+    return FAILED
+
+
+def say(message: str) -> None:
+    """One line on stderr, whatever line breaks the message holds."""
+    click.echo(" ".join(message.split()), err=True)

@@ -1,0 +1,174 @@
+"""Commands about stored records: list, export, import, merge."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from attngen.cli.options import db_option, gpu_option, json_option
+from attngen.cli.output import microseconds, print_json, table, write_whole
+from attngen.cli.program import FAILED, Command, say
+from attngen.errors import StoreError
+from attngen.gpu import GpuInfo
+
+if TYPE_CHECKING:
+    from attngen.exchange import ImportReport
+    from attngen.records import Record
+    from attngen.store import Store
+
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+INPUT = click.Path(exists=True, dir_okay=False, path_type=Path, allow_dash=True)
+
+
+@contextmanager
+def reading(path: Path | None) -> Iterator[Store]:
+    """A database to read; a missing one is empty, one that cannot be used is an error.
+
+    A look-up goes on without such a database; a person who asks for it must hear of it.
+    """
+    from attngen.store import Store
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        store = Store.open(path, readonly=True)
+    with store:
+        if store.trouble is not None:
+            raise StoreError(store.trouble)
+        yield store
+
+
+@click.command("list", cls=Command)
+@gpu_option
+@db_option
+@json_option
+def list_(gpu: GpuInfo | None, db: Path | None, as_json: bool) -> None:
+    """List stored and shipped winners, one a line."""
+    from attngen.records import shipped
+
+    with reading(db) as store:
+        found = [("user", record) for record in store.winners()]
+    found += [("shipped", record) for record in shipped()]
+    found = [each for each in found if gpu is None or each[1].key.device_key == gpu.device_key]
+    if as_json:
+        for source, record in found:
+            print_json(record.as_dict() | {"source": source})
+    elif found:
+        click.echo(_winners(found))
+    else:
+        where = f" for {gpu.name}" if gpu else ""
+        say(f"no record is stored in {store.path} or shipped{where}; `attngen tune` makes them")
+
+
+def _winners(found: list[tuple[str, Record]]) -> str:
+    head = ("source", "gpu", "bucket", "spec", "us", "vs default", "origin", "date", "config")
+    rows = [
+        (
+            source,
+            record.provenance.gpu,
+            record.key.bucket,
+            record.key.text_key,
+            microseconds(record.median_us),
+            f"{record.gain:.2f}x" if record.gain else "-",
+            record.origin,
+            record.date,
+            record.kernel_config.key,
+        )
+        for source, record in found
+    ]
+    return table(head, sorted(rows, key=lambda row: (row[1], row[3], row[2], row[0])))
+
+
+@click.command("export", cls=Command)
+@gpu_option
+@db_option
+@click.option(
+    "--out",
+    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
+    default="-",
+    metavar="FILE",
+    help="Write to a file; '-' is stdout.",
+)
+def export(gpu: GpuInfo | None, db: Path | None, out: Path) -> None:
+    """Print your winners as lines of JSON, as tuning_db/<gpu>.jsonl holds them."""
+    from attngen.exchange import export_lines
+
+    with reading(db) as store:
+        lines = export_lines(store, gpu)
+    if not lines:
+        where = f" for {gpu.name}" if gpu else ""
+        raise StoreError(
+            f"{store.path} holds no winner{where}; `attngen list` shows what there is, "
+            "`attngen tune` makes them"
+        )
+    text = "\n".join(lines) + "\n"
+    if str(out) == "-":
+        click.echo(text, nl=False)
+    else:
+        write_whole(out, text)
+        say(f"wrote {len(lines)} records to {out}")
+
+
+@click.command("import", cls=Command)
+@click.argument("files", type=INPUT, metavar="FILE...", nargs=-1, required=True)
+@db_option
+@click.pass_context
+def import_(ctx: click.Context, files: tuple[Path, ...], db: Path | None) -> None:
+    """Merge exported records into the database; of two with one key the better stays.
+
+    '-' reads stdin. A bad line is named and skipped, and makes the exit code 1.
+    """
+    from attngen.exchange import import_lines
+    from attngen.store import Store
+
+    texts = [(file, _read(file)) for file in files]
+    with Store.open(db) as store:
+        done = [(file, import_lines(store, text.split("\n"))) for file, text in texts]
+    if not all([_said(str(file), report) for file, report in done]):
+        ctx.exit(FAILED)
+
+
+def _read(file: Path) -> str:
+    if str(file) == "-":
+        return click.get_text_stream("stdin").read()
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+@click.command("merge", cls=Command)
+@click.argument("sources", type=FILE, metavar="DB...", nargs=-1, required=True)
+@click.option(
+    "--into",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="DB",
+    required=True,
+    help="The database that receives the winners.",
+)
+@click.pass_context
+def merge(ctx: click.Context, sources: tuple[Path, ...], into: Path) -> None:
+    """Merge the winners of databases into one; of two with one key the better stays."""
+    from attngen.exchange import export_lines, import_lines
+    from attngen.store import Store
+
+    batches = []
+    for source in sources:  # all are read before anything is written
+        with reading(source) as store:
+            batches.append((source, export_lines(store)))
+    with Store.open(into) as store:
+        done = [(source, import_lines(store, lines)) for source, lines in batches]
+    if not all([_said(str(source), report) for source, report in done]):
+        ctx.exit(FAILED)
+
+
+def _said(name: str, report: ImportReport) -> bool:
+    """Say what an import did; True if no line was rejected."""
+    for _, reason in report.rejected:
+        say(f"attngen: {name}: {reason}; the line is skipped")
+    click.echo(
+        f"{name}: {report.added} added, {report.replaced} replaced, {report.kept} kept, "
+        f"{len(report.rejected)} rejected"
+    )
+    return not report.rejected

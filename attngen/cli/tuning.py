@@ -1,0 +1,162 @@
+"""Commands about tuning: tune, report."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from attngen.cli.options import (
+    db_option,
+    direction_option,
+    gpu_option,
+    json_option,
+    spec_argument,
+    workload_option,
+)
+from attngen.cli.output import microseconds, print_json, table
+from attngen.cli.program import Command, say
+from attngen.cli.progress import tuning_progress
+from attngen.cli.records import reading
+from attngen.gpu import GpuInfo
+from attngen.spec import AttentionSpec
+from attngen.workload import Workload
+
+if TYPE_CHECKING:
+    from attngen.records import RecordKey
+    from attngen.store import Trial
+
+
+@click.command(cls=Command)
+@spec_argument
+@workload_option(required=True, multiple=True)
+@direction_option("both")
+@click.option(
+    "--budget",
+    type=click.FloatRange(0, min_open=True),
+    default=60.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Time for each workload and direction.",
+)
+@gpu_option
+@click.option("--max-trials", type=click.IntRange(1), metavar="N", help="Try at most N configs.")
+@click.option("--exhaustive", is_flag=True, help="Try every feasible config.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@db_option
+@json_option
+def tune(
+    spec: AttentionSpec,
+    workloads: tuple[Workload, ...],
+    direction: str,
+    budget: float,
+    gpu: GpuInfo | None,
+    max_trials: int | None,
+    exhaustive: bool,
+    seed: int,
+    db: Path | None,
+    as_json: bool,
+) -> None:
+    """Search for the fastest correct config of a SPEC and store it.
+
+    Each trial is stored as it ends: an interrupted run, started again, goes on from there. With
+    --gpu for a GPU that is not here, everything but the timing is done and the record is marked
+    "predicted"; a measured one always outranks it.
+    """
+    from attngen.store import Store
+    from attngen.tuner import tune as search
+
+    with Store.open(db) if db else nullcontext() as store, tuning_progress() as progress:
+        for workload in workloads:
+            reports = search(
+                spec,
+                workload,
+                direction=direction,
+                gpu=gpu.name if gpu else None,
+                budget=budget,
+                max_trials=max_trials,
+                seed=seed,
+                exhaustive=exhaustive,
+                store=store,
+                progress=progress,
+            )
+            for each in reports:
+                if as_json:
+                    print_json(each.as_dict())
+                else:
+                    click.echo(str(each))
+
+
+@click.command(cls=Command)
+@gpu_option
+@db_option
+@json_option
+def report(gpu: GpuInfo | None, db: Path | None, as_json: bool) -> None:
+    """Sum up what tuning has tried: trials by outcome, and the best, for each key."""
+    with reading(db) as store:
+        keys = _trial_keys(store.path) if store.path.exists() else []
+        keys = [key for key in keys if gpu is None or key.device_key == gpu.device_key]
+        tried = [(key, store.trials(key)) for key in keys]
+    if as_json:
+        for key, trials in tried:
+            print_json(_summary(key, trials))
+    elif tried:
+        click.echo(_report_table([_summary(key, trials) for key, trials in tried]))
+    else:
+        say(f"no trial is stored in {store.path}; `attngen tune` makes them")
+
+
+def _trial_keys(path: Path) -> list[RecordKey]:
+    """The keys that were tuned, with a winner or without one."""
+    from attngen.records import RecordKey
+    from attngen.schema import PROC_MOUNTS, open_reader
+
+    names = [field.name for field in fields(RecordKey)]
+    db = open_reader(path, PROC_MOUNTS)
+    try:
+        rows = db.query(f"select distinct {', '.join(names)} from trials order by text_key, bucket")
+        return [RecordKey(**row) for row in rows]
+    finally:
+        db.close()
+
+
+def _summary(key: RecordKey, trials: list[Trial]) -> dict[str, Any]:
+    """What was tried for a key; `best` is the fastest trial, before finalists were re-timed."""
+    best = next((t for t in trials if t.status == "ok" and t.median_us is not None), None)
+    reasons = Counter(t.reason.splitlines()[0] for t in trials if t.status != "ok" and t.reason)
+    return {
+        "spec": key.text_key,
+        "bucket": key.bucket,
+        "device_key": key.device_key,
+        "triton": key.triton,
+        "tried": len(trials),
+        "outcomes": dict(Counter(t.status for t in trials)),
+        "best_us": best.median_us if best else None,
+        "best": best.config_key if best else None,
+        "common_reason": reasons.most_common(1)[0][0] if reasons else None,
+        "last": max(t.date for t in trials),
+    }
+
+
+OUTCOMES = ("ok", "failed", "skipped", "crashed", "quarantined", "running")
+
+
+def _report_table(summaries: list[dict[str, Any]]) -> str:
+    head = ("device", "bucket", "spec", "tried", *OUTCOMES, "best us", "best")
+    rows = [
+        (
+            each["device_key"],
+            each["bucket"],
+            each["spec"],
+            str(each["tried"]),
+            *(str(each["outcomes"].get(name, 0)) for name in OUTCOMES),
+            microseconds(each["best_us"]),
+            each["best"] or f"none: {each['common_reason'] or 'nothing was timed'}",
+        )
+        for each in summaries
+    ]
+    return table(head, rows)

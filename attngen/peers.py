@@ -1,0 +1,195 @@
+"""Other implementations of attention, as functions of (q, k, v): what `attngen bench` times.
+
+A peer that cannot do a spec raises `CannotServe` with the reason; one that fails at its first call
+is reported with its own message. Inputs are (batch, heads, seqlen, dim), or (batch, seqlen, heads,
+dim) for a peer whose `layout` is "bshd": each peer gets contiguous tensors in its own order.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from attngen.spec import AttentionSpec
+from attngen.workload import Workload
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+MATH_SCORES = 1 << 28
+"""Entries of the score matrix up to which the math backend, which stores it, is timed."""
+
+
+class CannotServe(Exception):
+    """Why a peer does not do a spec."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """One implementation; `make` gives its function for a spec and a size."""
+
+    name: str
+    make: Callable[[AttentionSpec, Workload], Attend]
+    layout: str = "bhsd"
+
+
+def all_peers(*, max_autotune: bool = False) -> list[Peer]:
+    """Every peer, in the order of the table."""
+    peers = [
+        Peer("sdpa flash", _sdpa(SDPBackend.FLASH_ATTENTION)),
+        Peer("sdpa cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION)),
+        Peer("sdpa math", _math),
+        Peer("flex", _flex(None)),
+    ]
+    if max_autotune:
+        peers.append(Peer("flex max-autotune", _flex("max-autotune-no-cudagraphs")))
+    return [*peers, Peer("fa3", _flash_attention_3, layout="bshd")]
+
+
+def _refuse(spec: AttentionSpec, peer: str, **lacks: bool) -> None:
+    missing = [name for name, wanted in lacks.items() if wanted]
+    if missing:
+        raise CannotServe(f"{peer} has no {', '.join(missing)}")
+
+
+def _other_alignment(spec: AttentionSpec, workload: Workload, peers_own: str) -> bool:
+    """Does the causal mask differ from the one that a peer knows?"""
+    if not spec.is_causal or workload.seqlen_q == workload.seqlen_k:
+        return False
+    return ("top_left" if spec.causal == "top_left" else "bottom_right") != peers_own
+
+
+def _sdpa(backend: SDPBackend) -> Callable[[AttentionSpec, Workload], Attend]:
+    def make(spec: AttentionSpec, workload: Workload) -> Attend:
+        _refuse(
+            spec,
+            "sdpa",
+            window=spec.window is not None,
+            softcap=spec.has_softcap,
+            bottom_right=_other_alignment(spec, workload, "top_left"),
+        )
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(
+                    q,
+                    k,
+                    v,
+                    dropout_p=spec.dropout_p,
+                    is_causal=spec.is_causal,
+                    scale=spec.softmax_scale,
+                    enable_gqa=workload.group_size > 1,
+                )
+
+        return attend
+
+    return make
+
+
+def _math(spec: AttentionSpec, workload: Workload) -> Attend:
+    scores = workload.batch * workload.num_heads_q * workload.seqlen_q * workload.seqlen_k
+    if scores > MATH_SCORES:
+        raise CannotServe(f"stores {scores:.1e} scores; timed up to {MATH_SCORES:.1e}")
+    return _sdpa(SDPBackend.MATH)(spec, workload)
+
+
+def _flex(mode: str | None) -> Callable[[AttentionSpec, Workload], Attend]:
+    def make(spec: AttentionSpec, workload: Workload) -> Attend:
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        _refuse(spec, "flex", dropout=spec.has_dropout)
+        mask = None
+        if spec.has_positions:
+            rows, keys = workload.seqlen_q, workload.seqlen_k
+            mask = create_block_mask(
+                _visible(spec, workload), None, None, rows, keys, device=_device()
+            )
+        compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            out: Tensor = compiled(
+                q,
+                k,
+                v,
+                score_mod=_capped(spec),
+                block_mask=mask,
+                scale=spec.softmax_scale,
+                enable_gqa=workload.group_size > 1,
+            )
+            return out
+
+        return attend
+
+    return make
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _visible(spec: AttentionSpec, workload: Workload) -> Callable[..., Tensor]:
+    """FlexAttention's mask function of the spec's causal mask and window."""
+    shift = 0 if spec.causal == "top_left" else workload.seqlen_k - workload.seqlen_q
+    left, right = spec.window or (None, None)
+    right = 0 if spec.is_causal else right
+
+    def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        ahead = j - (i + shift)
+        if left is None:
+            return ahead <= right
+        return ahead >= -left if right is None else (ahead >= -left) & (ahead <= right)
+
+    return visible
+
+
+def _capped(spec: AttentionSpec) -> Callable[..., Tensor] | None:
+    cap = spec.softcap
+    if cap is None:
+        return None
+
+    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return capped
+
+
+def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
+    flash = _flash_module()
+    _refuse(
+        spec,
+        "fa3",
+        dropout=spec.has_dropout,
+        float32=spec.dtype == "float32",
+        top_left=_other_alignment(spec, workload, "bottom_right"),
+    )
+    left, right = spec.window or (None, None)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = flash.flash_attn_func(
+            q,
+            k,
+            v,
+            softmax_scale=spec.softmax_scale,
+            causal=spec.is_causal,
+            window_size=(-1 if left is None else left, -1 if right is None else right),
+            softcap=spec.softcap or 0.0,
+        )
+        return result[0] if isinstance(result, tuple) else result
+
+    return attend
+
+
+def _flash_module() -> Any:
+    """FlashAttention-3 under either of the names it is installed by."""
+    why = []
+    for name in ("fa3_fwd_interface", "flash_attn_interface"):
+        try:
+            return importlib.import_module(name)
+        except Exception as error:  # a wheel for another torch fails in any way
+            why.append(f"{name}: {error}")
+    raise CannotServe("; ".join(why))

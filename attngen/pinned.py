@@ -1,0 +1,40 @@
+"""Calls that run a named config instead of the stored one: for `verify --config` and `bench`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from attngen import resolve
+from attngen.config import KernelConfig
+from attngen.gpu import GpuInfo
+from attngen.lookup import Found
+from attngen.records import RecordKey
+from attngen.spec import AttentionSpec
+from attngen.workload import Bucket, Direction
+
+
+@contextmanager
+def pinned(configs: Mapping[Direction, KernelConfig]) -> Iterator[None]:
+    """Within, every call of a direction in `configs` runs that config, whatever its bucket.
+
+    Kernels already resolved are forgotten at both ends, so that the next call looks again. Not for
+    a process that serves other threads.
+    """
+    look_up = resolve.find
+
+    def find(
+        spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo
+    ) -> tuple[KernelConfig, Found, RecordKey]:
+        config = configs.get(bucket.direction)
+        if config is None:
+            return look_up(spec, bucket, gpu)
+        return config, Found(None, "default", ["pinned"]), resolve.record_key(spec, bucket, gpu)
+
+    resolve.reset()
+    resolve.find = find
+    try:
+        yield
+    finally:
+        resolve.find = look_up
+        resolve.reset()

@@ -1,0 +1,338 @@
+"""Exact attention in plain PyTorch: the oracle that emitted kernels are judged by.
+
+Nothing here is fast. Shapes are (batch, heads, seqlen, dim). Everything is made of ordinary torch
+operations in float64 (or float32), forward and gradients; for shapes whose score matrix would not
+fit there are forms that compute sampled query rows and sampled keys only.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngen.spec import AttentionSpec
+
+NEG_INF = float("-inf")
+_PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
+_LOW = 0xFFFFFFFF
+
+
+# ---- dropout --------------------------------------------------------------------------------
+
+
+def philox_keep(
+    seed: int | Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor, dropout_p: float
+) -> Tensor:
+    """Which entries survive dropout; the four int64 coordinates broadcast against each other.
+
+    Philox4x32-10: key = the 64-bit seed, counter (j // 4, i, head, batch), word j % 4, kept iff
+    word >= floor(p * 2^32).
+    """
+    shape = torch.broadcast_shapes(batch.shape, head.shape, i.shape, j.shape)
+    c = [x.expand(shape) & _LOW for x in (j // 4, i, head, batch)]
+    whole = int(seed)
+    k0, k1 = whole & _LOW, whole >> 32 & _LOW
+    for _ in range(10):
+        # int64 products wrap modulo 2^64, which leaves both 32-bit halves exact
+        first, second = (c[n] * m for n, m in zip((0, 2), _PHILOX_MULTIPLIERS, strict=True))
+        c = [
+            (second >> 32 & _LOW) ^ c[1] ^ k0,
+            second & _LOW,
+            (first >> 32 & _LOW) ^ c[3] ^ k1,
+            first & _LOW,
+        ]
+        k0, k1 = ((k + step) & _LOW for k, step in zip((k0, k1), _PHILOX_KEY_STEPS, strict=True))
+    word = torch.stack(c).gather(0, (j % 4).expand(shape)[None])[0]
+    return word >= min(int(dropout_p * 2**32), _LOW)
+
+
+def dropout_keep(
+    seed: int | Tensor,
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    dropout_p: float,
+    *,
+    device: torch.device | str = "cpu",
+) -> Tensor:
+    """The bool mask (batch, heads, seqlen_q, seqlen_k) of entries that dropout keeps."""
+    b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, seqlen_q, seqlen_k))
+    return philox_keep(
+        seed, b[:, None, None, None], h[:, None, None], i[:, None], j, dropout_p
+    )
+
+
+# ---- pieces ---------------------------------------------------------------------------------
+
+
+class _Round(torch.autograd.Function):
+    """Round values (forward) and gradients (backward) to a narrower dtype and back."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx,
+        x: Tensor,
+        fwd: torch.dtype | None,
+        bwd: torch.dtype | None,
+    ) -> Tensor:
+        ctx.narrow = bwd  # type: ignore[attr-defined]
+        return x.clone() if fwd is None else x.to(fwd).to(x.dtype)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: torch.autograd.function.FunctionCtx, grad: Tensor
+    ) -> tuple[Tensor, None, None]:
+        narrow = ctx.narrow  # type: ignore[attr-defined]
+        return (grad if narrow is None else grad.to(narrow).to(grad.dtype)), None, None
+
+
+def rounded(x: Tensor, fwd: torch.dtype | None, bwd: torch.dtype | None) -> Tensor:
+    """x, rounded on the way forward, and its gradient on the way back."""
+    result: Tensor = _Round.apply(x, fwd, bwd)  # type: ignore[no-untyped-call]
+    return result
+
+
+def scale_of(spec: AttentionSpec) -> float:
+    """The spec's softmax scale, or its default."""
+    return spec.head_dim**-0.5 if spec.softmax_scale is None else spec.softmax_scale
+
+
+def alignment(spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> int:
+    """The key position that stands at query 0's own."""
+    return 0 if spec.causal == "top_left" else seqlen_k - seqlen_q
+
+
+def visible(spec: AttentionSpec, ahead: Tensor) -> Tensor:
+    """May a query see a key that stands `ahead` positions after it (in aligned positions)?"""
+    left, right = spec.window or (None, None)
+    seen = torch.ones_like(ahead, dtype=torch.bool)
+    if spec.is_causal:
+        right = 0
+    if left is not None:
+        seen &= ahead >= -left
+    if right is not None:
+        seen &= ahead <= right
+    return seen
+
+
+def _capped(spec: AttentionSpec, s: Tensor) -> Tensor:
+    return s if spec.softcap is None else spec.softcap * torch.tanh(s / spec.softcap)
+
+
+def _softmax(s: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
+    """(probabilities, lse) over the last dim; a row that sees nothing is 0 and -inf."""
+    s = s.masked_fill(~seen, NEG_INF)
+    m = s.detach().amax(-1, keepdim=True)
+    m = torch.where(m == NEG_INF, torch.zeros_like(m), m)
+    e = torch.exp(s - m)
+    total = e.sum(-1, keepdim=True)
+    live = total > 0
+    total = torch.where(live, total, torch.ones_like(total))
+    lse = torch.where(live, m + torch.log(total), torch.full_like(total, NEG_INF))
+    return e / total, lse.squeeze(-1)
+
+
+def _dropped(spec: AttentionSpec, p: Tensor, keep: Tensor | None) -> Tensor:
+    if keep is None:
+        return p
+    return p * keep / (1 - spec.dropout_p) if spec.dropout_p < 1 else p * 0.0
+
+
+# ---- whole ----------------------------------------------------------------------------------
+
+
+def attention(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    seed: int | Tensor = 0,
+    math_dtype: torch.dtype = torch.float64,
+    round_to: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of (batch, heads, seqlen, dim) inputs, differentiable.
+
+    Args:
+        seed: of dropout.
+        math_dtype: in which everything is computed.
+        round_to: round P and dS to this dtype where a good kernel must; for `yardstick`.
+    """
+    batch, heads, seqlen_q, _ = q.shape
+    group, seqlen_k = heads // k.shape[1], k.shape[2]
+    q, k, v = (x.to(math_dtype) for x in (q, k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
+    seen = visible(spec, keys - rows[:, None] - alignment(spec, seqlen_q, seqlen_k))
+    dirty = not bool(torch.isfinite(k).all() and torch.isfinite(v).all())
+    if dirty:  # what stands in a key that a row does not see must not reach the row
+        s = (q[:, :, :, None] * torch.where(seen[..., None], k[:, :, None], 0.0)).sum(-1)
+    else:
+        s = q @ k.transpose(2, 3)
+    if round_to is not None:
+        s = rounded(s, None, round_to)
+    p, lse = _softmax(_capped(spec, s * scale_of(spec)), seen.expand(s.shape))
+    keep = None
+    if spec.has_dropout:
+        sizes = (batch, heads, seqlen_q, seqlen_k)
+        keep = dropout_keep(seed, *sizes, spec.dropout_p, device=q.device)
+    p = _dropped(spec, p, keep)
+    if round_to is not None:
+        p = rounded(p, round_to, round_to)
+    if dirty:
+        return (p[..., None] * torch.where(seen[..., None], v[:, :, None], 0.0)).sum(3), lse
+    return p @ v, lse
+
+
+def yardstick(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, seed: int | Tensor = 0
+) -> tuple[Tensor, Tensor]:
+    """The measure of a fair error: float32, rounded to q's dtype only where a kernel must."""
+    narrow = q.dtype if q.dtype in (torch.float16, torch.bfloat16) else None
+    out, lse = attention(
+        spec, q, k, v, seed=seed, math_dtype=torch.float32, round_to=narrow
+    )
+    return rounded(out, narrow, narrow), lse
+
+
+def gradients(
+    out: Tensor, lse: Tensor, leaves: tuple[Tensor, ...], do: Tensor, dlse: Tensor | None = None
+) -> tuple[Tensor, ...]:
+    """Gradients of <out, do> + <lse, dlse> with respect to the leaves; a lse of -inf has none."""
+    loss = (out * do.to(out.dtype)).sum()
+    if dlse is not None:
+        loss = loss + (lse.masked_fill(lse == NEG_INF, 0.0) * dlse.to(lse.dtype)).sum()
+    return torch.autograd.grad(loss, leaves)
+
+
+# ---- samples of a large shape ---------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """Sampled query rows: out and dq (n, dim), lse (n,)."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None
+
+
+def sampled_rows(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    at: Tensor,
+    *,
+    do: Tensor | None = None,
+    seed: int | Tensor = 0,
+    math_dtype: torch.dtype = torch.float64,
+    round_to: torch.dtype | None = None,
+) -> Rows:
+    """The query rows `at` (n, 3: batch, head, row) alone, and their dq if `do` is given."""
+    group, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    keys = torch.arange(seqlen_k, device=q.device)
+    shift = alignment(spec, seqlen_q, seqlen_k)
+    outs, lses, dqs = [], [], []
+    for b, h, i in at.tolist():
+        row = q[b, h, i].detach().to(math_dtype).requires_grad_(do is not None)
+        s = k[b, h // group].to(math_dtype) @ row
+        if round_to is not None:
+            s = rounded(s, None, round_to)
+        p, lse = _softmax(_capped(spec, s * scale_of(spec)), visible(spec, keys - i - shift))
+        keep = None
+        if spec.has_dropout:
+            where = (torch.tensor(x, device=q.device) for x in (b, h, i))
+            keep = philox_keep(seed, *where, keys, spec.dropout_p)
+        p = _dropped(spec, p, keep)
+        if round_to is not None:
+            p = rounded(p, round_to, round_to)
+        out = rounded(p @ v[b, h // group].to(math_dtype), round_to, round_to)
+        if do is not None:
+            dqs.append(torch.autograd.grad((out * do[b, h, i].to(math_dtype)).sum(), row)[0])
+        outs.append(out.detach())
+        lses.append(lse.detach())
+    return Rows(torch.stack(outs), torch.stack(lses), torch.stack(dqs) if dqs else None)
+
+
+class Keys(NamedTuple):
+    """Gradients of sampled keys: dk (n, head_dim) and dv (n, head_dim_v)."""
+
+    dk: Tensor
+    dv: Tensor
+
+
+def sampled_keys(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    at: Tensor,
+    *,
+    seed: int | Tensor = 0,
+    math_dtype: torch.dtype = torch.float64,
+    round_to: torch.dtype | None = None,
+) -> Keys:
+    """dk and dv of the keys `at` (n, 3: batch, kv head, key), from the forward's out and lse."""
+    group, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
+    rows = torch.arange(seqlen_q, device=q.device)
+    shift = alignment(spec, seqlen_q, seqlen_k)
+    narrow = lambda x: x if round_to is None else x.to(round_to).to(math_dtype)  # noqa: E731
+    dks, dvs = [], []
+    for b, h_kv, j in at.tolist():
+        heads = torch.arange(h_kv * group, (h_kv + 1) * group, device=q.device)
+        q_all, o_all, do_all = (x[b, heads].to(math_dtype) for x in (q, out, do))
+        key, value = k[b, h_kv, j].to(math_dtype), v[b, h_kv, j].to(math_dtype)
+        seen = visible(spec, j - rows - shift) & (lse[b, heads] != NEG_INF)
+        s = _capped(spec, q_all @ key * scale_of(spec))
+        p = torch.exp(torch.where(seen, s - lse[b, heads].to(math_dtype), NEG_INF))
+        weight = torch.ones_like(p)
+        if spec.has_dropout:
+            where = torch.tensor(b, device=q.device), heads[:, None], rows
+            keep = philox_keep(seed, *where, torch.tensor(j, device=q.device), spec.dropout_p)
+            weight = _dropped(spec, weight, keep)
+        ds = p * (weight * (do_all @ value) - (o_all * do_all).sum(-1))
+        if spec.softcap is not None:
+            ds = ds * (1 - (s / spec.softcap) ** 2)
+        dvs.append(torch.einsum("hi,hid->d", narrow(p * weight), do_all))
+        dks.append(torch.einsum("hi,hid->d", narrow(ds), q_all) * scale_of(spec))
+    return Keys(torch.stack(dks), torch.stack(dvs))
+
+
+# ---- judging --------------------------------------------------------------------------------
+
+
+class Verdict(NamedTuple):
+    """Is a result as good as plain PyTorch in the same dtype?"""
+
+    ok: bool
+    error: float
+    """Largest absolute error; inf if a NaN or a wrong infinity appeared."""
+    detail: str
+
+
+def judge(actual: Tensor, wanted: Tensor, yard: Tensor, epsilon: float) -> Verdict:
+    """Compare with the oracle: error <= 2 * (error of the yardstick) + a rounding band.
+
+    The band is 1e-6 + 2 * epsilon * (largest wanted value + 0.1). NaN fails, and infinities must
+    stand exactly where the oracle has them.
+    """
+    a, w, y = (x.detach().to(torch.float64) for x in (actual, wanted, yard))
+    if torch.isnan(a).any():
+        return Verdict(False, math.inf, f"{int(torch.isnan(a).sum())} NaN")
+    finite = torch.isfinite(w)
+    if not torch.equal(a[~finite], w[~finite]) or not torch.isfinite(a[finite]).all():
+        return Verdict(False, math.inf, "infinities differ")
+    if not finite.any():
+        return Verdict(True, 0.0, "nothing finite to compare")
+    error = (a - w)[finite].abs().max().item()
+    band = 1e-6 + 2 * epsilon * (w[finite].abs().max().item() + 0.1)
+    allowed = band + 2 * (y - w)[finite].abs().max().item()
+    return Verdict(error <= allowed, error, f"error {error:.2e}, allowed {allowed:.2e}")

@@ -1,0 +1,314 @@
+"""Which configs are worth trying, in which order, and which are one step apart.
+
+Imports neither torch nor triton. `config.infeasible` decides what can run at all; this module adds
+what is worth a compilation: the axes, a cost model that orders, and known good starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from attngen.config import (
+    MIN_BLOCK,
+    REGISTERS_PER_THREAD,
+    BwdConfig,
+    Footprint,
+    FwdConfig,
+    KernelConfig,
+    footprints,
+    infeasible,
+)
+from attngen.gpu import GpuInfo
+from attngen.spec import AttentionSpec
+from attngen.workload import Bucket, Direction
+
+Axes = dict[str, tuple[Any, ...]]
+"""The values of each config field, in the order in which one step is one index."""
+
+DKDV_AXES = ("block_m", "block_n", "num_warps", "num_stages")
+DQ_AXES = ("dq_block_m", "dq_block_n", "dq_num_warps", "dq_num_stages")
+
+_BLOCKS = (16, 32, 64, 128)
+_TMA_ALIGNMENT = 16
+_REGISTERS_PER_SM = 65536
+_MAX_WARPS_PER_SM = 64
+_OTHER_REGISTERS = 48  # addresses, row statistics and loop state, beside what footprints count
+_WGMMA_ROWS = 64  # one warp group (4 warps) multiplies 64 rows at a time on sm_90
+
+
+def axes(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Axes:
+    """Every value of every config field for a spec in a bucket on a GPU.
+
+    Tiles never exceed the bucket's lengths, and descriptors need TMA and rows of 16-byte multiples.
+    """
+    tiles: tuple[Any, ...] = ("pointer",)
+    if gpu.has_tma and descriptors_fit(spec):
+        tiles = ("pointer", "descriptor")
+    rows, keys = bucket.seqlen_q, bucket.seqlen_k
+    if bucket.direction == "fwd":
+        return {
+            "tiles": tiles,
+            "block_m": _up_to(_BLOCKS, rows),
+            "block_n": _up_to(_BLOCKS, keys),
+            "num_warps": (2, 4, 8),
+            "num_stages": (1, 2, 3, 4),
+        }
+    return {
+        "tiles": tiles,
+        "dq": ("kernel",) if spec.deterministic else ("kernel", "atomic"),
+        "block_m": _up_to(_BLOCKS, rows),
+        "block_n": _up_to(_BLOCKS[1:], keys),
+        "num_warps": (4, 8),
+        "num_stages": (1, 2, 3),
+        "dq_block_m": _up_to(_BLOCKS, rows),
+        "dq_block_n": _up_to(_BLOCKS[1:], keys),
+        "dq_num_warps": (4, 8),
+        "dq_num_stages": (1, 2, 3),
+    }
+
+
+def descriptors_fit(spec: AttentionSpec) -> bool:
+    """TMA moves rows whose bytes are a multiple of 16."""
+    dims = (spec.head_dim, spec.head_dim_v)
+    return all(dim * spec.element_size % _TMA_ALIGNMENT == 0 for dim in dims)
+
+
+def _up_to(blocks: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """The blocks that a length can fill; the smallest one if it fills none. 0 is any length."""
+    return tuple(b for b in blocks if not length or b <= length) or (max(MIN_BLOCK, length),)
+
+
+def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
+    """Every config of the axes that `config.infeasible` lets through."""
+    space = axes(spec, bucket, gpu)
+    if bucket.direction == "fwd":
+        every = (FwdConfig(**named) for named in _product(space))
+        return [config for config in every if not infeasible(spec, config, gpu)]
+    return list(_backward_candidates(spec, space, gpu))
+
+
+def _backward_candidates(
+    spec: AttentionSpec, space: Axes, gpu: GpuInfo
+) -> Iterator[KernelConfig]:
+    """The two kernels are feasible or not each by itself, so each tile is checked once."""
+    least = dict(zip(DQ_AXES, (MIN_BLOCK, MIN_BLOCK, 4, 1), strict=True))
+    first = dict(zip(DKDV_AXES, least.values(), strict=True))
+    for tiles in space["tiles"]:
+        dkdv = [
+            tile
+            for tile in _product({name: space[name] for name in DKDV_AXES})
+            if not infeasible(spec, BwdConfig(tiles=tiles, **tile, **least), gpu)
+        ]
+        dq = [
+            tile
+            for tile in _product({name: space[name] for name in DQ_AXES})
+            if not infeasible(spec, BwdConfig(tiles=tiles, **first, **tile), gpu)
+        ]
+        if "atomic" in space["dq"]:
+            yield from (BwdConfig(tiles=tiles, dq="atomic", **tile) for tile in dkdv)
+        for one, other in itertools.product(dkdv, dq):
+            yield BwdConfig(tiles=tiles, **one, **other)
+
+
+def _product(space: Axes) -> Iterator[dict[str, Any]]:
+    for values in itertools.product(*space.values()):
+        yield dict(zip(space, values, strict=True))
+
+
+def neighbours(config: KernelConfig, space: Axes) -> list[KernelConfig]:
+    """The configs one step along one axis away (so one backward kernel at a time changes)."""
+    found = []
+    for name, values in space.items():
+        if isinstance(config, BwdConfig) and config.dq == "atomic" and name in DQ_AXES:
+            continue
+        value = getattr(config, name)
+        if value not in values:
+            continue
+        at = values.index(value)
+        found += [
+            replace(config, **{name: values[near]})
+            for near in (at - 1, at + 1)
+            if 0 <= near < len(values)
+        ]
+    return found
+
+
+def encode(config: KernelConfig, space: Axes) -> dict[str, int] | None:
+    """A config as one index an axis (a log2 scale for blocks); None if it is off the axes."""
+    indices = {}
+    for name, values in space.items():
+        value = getattr(config, name)
+        if value not in values:
+            if not (isinstance(config, BwdConfig) and config.dq == "atomic" and name in DQ_AXES):
+                return None
+            value = values[0]
+        indices[name] = values.index(value)
+    return indices
+
+
+def decode(direction: Direction, indices: dict[str, int], space: Axes) -> KernelConfig:
+    """The inverse of `encode`."""
+    named = {name: values[indices[name]] for name, values in space.items()}
+    return FwdConfig(**named) if direction == "fwd" else BwdConfig(**named)
+
+
+def kernel_parts(config: KernelConfig) -> dict[str, tuple[Any, ...]]:
+    """What each tuned kernel of a config depends on: equal parts compile to the same code."""
+    if isinstance(config, FwdConfig):
+        return {"attn_fwd": tuple(config.as_dict().items())}
+    shared = (config.lowering, config.tiles)
+    parts = {"attn_bwd_dkdv": (*shared, config.dq, *(getattr(config, n) for n in DKDV_AXES))}
+    if config.dq == "kernel":
+        parts["attn_bwd_dq"] = (*shared, *(getattr(config, n) for n in DQ_AXES))
+    return parts
+
+
+# Tiles that were fast wherever they were measured on Hopper, by the larger head dim they suit:
+# (block_m, block_n, num_warps, num_stages).
+_FWD_STARTS = {
+    64: ((128, 128, 4, 3), (64, 128, 4, 3), (64, 128, 4, 2)),
+    128: ((128, 64, 4, 2), (128, 128, 8, 2)),
+    256: ((128, 64, 8, 2), (64, 64, 4, 2)),
+}
+_BWD_STARTS = {
+    64: ((64, 128, 8, 2), (64, 64, 4, 2)),
+    128: ((64, 128, 8, 2), (64, 64, 4, 2)),
+    256: ((32, 64, 4, 1), (64, 64, 8, 1)),
+}
+
+
+def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
+    """Good configs from earlier measurements that fit here, descriptors first where they exist."""
+    dim = max(spec.head_dim, spec.head_dim_v)
+    table = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
+    tiles = table[next((size for size in table if dim <= size), max(table))]
+    space = axes(spec, bucket, gpu)
+    found: list[KernelConfig] = []
+    for tile, address in itertools.product(tiles, reversed(space["tiles"])):
+        named = dict(zip(DKDV_AXES, tile, strict=True))
+        if bucket.direction == "fwd":
+            config: KernelConfig = FwdConfig(tiles=address, **named)
+        else:
+            m, n, warps, stages = tile
+            dq = dict(zip(DQ_AXES, (n, m, warps, stages), strict=True))
+            config = BwdConfig(tiles=address, **named, **dq)
+        if encode(config, space) is not None and not infeasible(spec, config, gpu):
+            found.append(config)
+    return found
+
+
+# ---- cost model -----------------------------------------------------------------------------
+
+
+class _Walk(NamedTuple):
+    """One kernel: programs that keep `kept` rows and walk tiles of `walked` rows."""
+
+    products: int
+    """Matrix products per tile."""
+    kept: int
+    walked: int
+    num_warps: int
+    num_stages: int
+    length: int
+    """Rows that programs share out among themselves."""
+
+
+def _walks(config: KernelConfig, bucket: Bucket) -> list[_Walk]:
+    """In the order of `config.footprints`."""
+    m, n, tail = config.block_m, config.block_n, (config.num_warps, config.num_stages)
+    if isinstance(config, FwdConfig):
+        return [_Walk(2, m, n, *tail, bucket.seqlen_q)]
+    if config.dq == "atomic":
+        return [_Walk(5, n, m, *tail, bucket.seqlen_k)]
+    dq_tail = (config.dq_num_warps, config.dq_num_stages)
+    return [
+        _Walk(4, n, m, *tail, bucket.seqlen_k),
+        _Walk(3, config.dq_block_m, config.dq_block_n, *dq_tail, bucket.seqlen_q),
+    ]
+
+
+def _cost(walk: _Walk, need: Footprint, bucket: Bucket, gpu: GpuInfo) -> float:
+    """Relative time of one kernel: less is better; only the order means anything."""
+    # A product of a tile costs its multiply-adds, plus the bytes of both operands: those of the
+    # walked rows are shared by the kept ones, and the other way round.
+    work = walk.products * (1 + 32 / walk.kept + 24 / walk.walked)
+    registers = need.registers + _OTHER_REGISTERS
+    if registers > REGISTERS_PER_THREAD:
+        work *= 1 + (registers - REGISTERS_PER_THREAD) / 64
+    resident = min(
+        gpu.shared_memory // max(need.shared_bytes, 1),
+        _REGISTERS_PER_SM // (32 * walk.num_warps * min(registers, REGISTERS_PER_THREAD)),
+        _MAX_WARPS_PER_SM // walk.num_warps,
+    )
+    warps = max(resident, 1) * walk.num_warps
+    work *= 1 + 1.5 / warps  # few warps hide little latency
+    work *= {1: 1.25, 2: 1.0, 3: 0.98}.get(walk.num_stages, 1.0)
+    if gpu.capability == 90 and walk.kept < _WGMMA_ROWS * max(1, walk.num_warps // 4):
+        work *= 1.6  # falls back to the older matrix instruction
+    if walk.length and bucket.batch_heads:
+        programs = math.ceil(walk.length / walk.kept) * bucket.batch_heads
+        work *= math.ceil(programs / gpu.sm_count) * gpu.sm_count / programs
+    return work
+
+
+def costs(
+    spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo
+) -> tuple[float, ...]:
+    """The model's cost of each tuned kernel of a config."""
+    pairs = zip(_walks(config, bucket), footprints(spec, config), strict=True)
+    return tuple(_cost(walk, need, bucket, gpu) for walk, need in pairs)
+
+
+def model_order(
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, configs: Iterable[KernelConfig]
+) -> list[KernelConfig]:
+    """The configs, most promising first.
+
+    Known good starts lead. The rest take turns between the kinds of kernel (tiles, dq), so that
+    no kind is judged by the model alone; within a kind the cheaper goes first. Of two-kernel
+    configs those that pair the best tile of one kernel with any of the other go first.
+    """
+    kinds: dict[tuple[Any, ...], list[KernelConfig]] = {}
+    for config in configs:
+        kinds.setdefault((config.tiles, getattr(config, "dq", None)), []).append(config)
+    turns = [
+        _by_cost(spec, bucket, gpu, kinds[kind])
+        for kind in sorted(kinds, key=lambda kind: (kind[0] != "descriptor", kind[1] == "atomic"))
+    ]
+    everything = {config for kind in kinds.values() for config in kind}
+    first = [c for c in known_starts(spec, bucket, gpu) if c in everything]
+    taken = set(first)
+    rest = [
+        config
+        for turn in itertools.zip_longest(*turns)
+        for config in turn
+        if config is not None and config not in taken
+    ]
+    return first + rest
+
+
+def _by_cost(
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, configs: list[KernelConfig]
+) -> list[KernelConfig]:
+    known: dict[Any, float] = {}
+    cost_of: dict[KernelConfig, list[float]] = {}
+    for config in configs:
+        parts = list(kernel_parts(config).items())
+        if any(part not in known for part in parts):
+            known.update(zip(parts, costs(spec, config, bucket, gpu), strict=True))
+        cost_of[config] = [known[part] for part in parts]
+    ranks = [
+        {cost: rank for rank, cost in enumerate(sorted(set(column)))}
+        for column in zip(*cost_of.values(), strict=True)
+    ]
+
+    def key(config: KernelConfig) -> tuple[Any, ...]:
+        each = cost_of[config]
+        rank = math.prod(ranks[i][cost] for i, cost in enumerate(each))
+        return (rank if len(each) > 1 else 0, sum(each), config.key)
+
+    return sorted(configs, key=key)

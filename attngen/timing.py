@@ -1,0 +1,141 @@
+"""The one timing protocol: medians of runs that each begin with the L2 cache flushed.
+
+Every time that attngen stores or prints comes from here, so that two of them may be compared
+(`records.POLICY` names the protocol). A call shorter than `GRAPH_BELOW_US` is timed by CUDA graph
+replay, because its launch would cost more than it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+GRAPH_BELOW_US = 100.0
+TARGET_US = 40_000.0
+"""Device time that one measurement aims at."""
+MIN_RUNS = 7
+MAX_RUNS = 100
+RUNS_PER_ROUND = 3
+HOPELESS = 2.0
+"""A call slower than this many times the best is not timed to the end."""
+FLUSH_BYTES = 256 << 20
+
+Call = Callable[[], None]
+
+
+class Timing(NamedTuple):
+    """Microseconds of one call."""
+
+    median_us: float
+    spread_us: float
+    """80th less 20th percentile."""
+    runs: int
+    stopped: bool = False
+    """True if it was given up as hopeless after one run: an estimate."""
+
+
+class Clock(Protocol):
+    """Times single runs of a call, each with a cold L2."""
+
+    def prepare(self, call: Call) -> Call:
+        """The call in the form that will be timed, warmed up."""
+        ...
+
+    def run(self, call: Call, count: int) -> list[float]:
+        """Microseconds of each of `count` runs."""
+        ...
+
+
+class CudaClock:
+    """CUDA events around each run, after a write that evicts the L2 cache."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self._torch: Any = torch
+        self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device="cuda")
+
+    def prepare(self, call: Call) -> Call:
+        call()
+        self._torch.cuda.synchronize()
+        if self.run(call, 1)[0] >= GRAPH_BELOW_US:
+            return call
+        graph = self._torch.cuda.CUDAGraph()
+        with self._torch.cuda.graph(graph):
+            call()
+        graph.replay()
+        self._torch.cuda.synchronize()
+        replay: Call = graph.replay
+        return replay
+
+    def run(self, call: Call, count: int) -> list[float]:
+        event = self._torch.cuda.Event
+        pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(count)]
+        for begin, end in pairs:
+            self._flush.zero_()
+            begin.record()
+            call()
+            end.record()
+        self._torch.cuda.synchronize()
+        return [1e3 * begin.elapsed_time(end) for begin, end in pairs]
+
+
+class HostClock:
+    """The host's clock, for calls that Triton's interpreter runs on the CPU."""
+
+    def prepare(self, call: Call) -> Call:
+        call()
+        return call
+
+    def run(self, call: Call, count: int) -> list[float]:
+        times = []
+        for _ in range(count):
+            begin = time.perf_counter()
+            call()
+            times.append(1e6 * (time.perf_counter() - begin))
+        return times
+
+
+def measure(clock: Clock, call: Call, stop_above_us: float | None = None) -> Timing:
+    """Time one call; give up after one run if that took longer than `stop_above_us`."""
+    call = clock.prepare(call)
+    (first,) = clock.run(call, 1)
+    if stop_above_us is not None and first > stop_above_us:
+        return Timing(first, 0.0, 1, stopped=True)
+    runs = max(MIN_RUNS, min(MAX_RUNS, round(TARGET_US / max(first, 1e-3))))
+    return summary(clock.run(call, runs))
+
+
+def compare(clock: Clock, calls: Sequence[Call], rounds: int) -> list[Timing]:
+    """Time calls against each other: each round runs all of them, in a rotating order.
+
+    Drift of clocks and temperature then meets all alike. A round's time is the median of
+    `RUNS_PER_ROUND` runs.
+    """
+    ready = [clock.prepare(call) for call in calls]
+    times: list[list[float]] = [[] for _ in ready]
+    for turn in range(rounds):
+        for step in range(len(ready)):
+            at = (turn + step) % len(ready)
+            times[at].append(statistics.median(clock.run(ready[at], RUNS_PER_ROUND)))
+    return [summary(each) for each in times]
+
+
+def summary(times: Sequence[float]) -> Timing:
+    """Median and spread of single times."""
+    ordered = sorted(times)
+    last = len(ordered) - 1
+    spread = ordered[round(0.8 * last)] - ordered[round(0.2 * last)]
+    return Timing(statistics.median(ordered), spread, len(ordered))
+
+
+def sm_clock_mhz(device: int = 0) -> int | None:
+    """The SM clock now, or None where it cannot be read."""
+    with contextlib.suppress(Exception):  # NVML is optional and fails in many ways
+        import torch
+
+        return int(torch.cuda.clock_rate(device))
+    return None

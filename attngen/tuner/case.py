@@ -1,0 +1,138 @@
+"""The tensors and numbers of one call of an emitted kernel, on any device.
+
+Used alike to compile (device "meta": no memory), to check and to time, so that all three see the
+same dtypes, strides and alignments and so the same compiled kernel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.config import BwdConfig, KernelConfig
+from attngen.reference import alignment, scale_of
+from attngen.spec import AttentionSpec
+from attngen.workload import Workload
+
+SEED = 0x5EED_0F_A77E
+_ROUND_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Inputs and outputs of one attention; the gradients' are None for a forward."""
+
+    spec: AttentionSpec
+    workload: Workload
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+    seed: Tensor
+    do: Tensor | None = None
+    dq: Tensor | None = None
+    dk: Tensor | None = None
+    dv: Tensor | None = None
+    delta: Tensor | None = None
+    dq_sum: Tensor | None = None
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        """What plan() takes beside tensors."""
+        spec, sizes = self.spec, self.workload
+        left, right = spec.window or (None, None)
+        named: dict[str, Any] = {"softmax_scale": scale_of(spec)}
+        if spec.has_softcap:
+            named["softcap"] = spec.softcap
+        if spec.has_dropout:
+            named |= {"dropout_p": spec.dropout_p, "seed": self.seed}
+        if spec.has_window_left:
+            named["window_left"] = left
+        if spec.has_window_right:
+            named["window_right"] = right
+        if spec.has_positions:
+            named["align"] = alignment(spec, sizes.seqlen_q, sizes.seqlen_k)
+        return named
+
+    def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
+        """The positional arguments of plan()."""
+        if not isinstance(config, BwdConfig):
+            return self.q, self.k, self.v, self.out, self.lse
+        scratch = (self.delta, self.dq_sum) if config.dq == "atomic" else (self.delta,)
+        grads = (self.dq, self.dk, self.dv)
+        return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch
+
+    def results(self, config: KernelConfig) -> dict[str, Tensor]:
+        """What a kernel of this config writes, by name."""
+        names = ("dq", "dk", "dv") if isinstance(config, BwdConfig) else ("out", "lse")
+        return {name: getattr(self, name) for name in names}
+
+    def spoil(self, config: KernelConfig) -> None:
+        """Fill what the kernel must write with NaN, so that stale results pass no check."""
+        written = [self.delta, self.dq_sum, *self.results(config).values()]
+        for tensor in written:
+            if tensor is not None:
+                tensor.fill_(float("nan"))
+
+
+def tunable(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with a positive scale: emitted files take no other, callers flip signs before."""
+    scale = spec.softmax_scale
+    return spec if scale is None else replace(spec, softmax_scale=abs(scale) or None)
+
+
+def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool) -> Case:
+    """A case with random inputs and uninitialised outputs."""
+    spec = tunable(spec)
+    batch, heads, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
+    rows, keys = workload.seqlen_q, workload.seqlen_k
+    dim, dim_v = spec.head_dim, spec.head_dim_v
+    dtype = getattr(torch, spec.dtype)
+    generator = None if device == "meta" else torch.Generator(device).manual_seed(SEED)
+
+    def filled(heads: int, rows: int, dim: int) -> Tensor:
+        shape = _padded(spec.layout, batch, heads, rows, dim)
+        values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
+        return _as_bhsd(values, spec.layout)[:, :, :rows]
+
+    def result(heads: int, rows: int, dim: int) -> Tensor:
+        return torch.empty((batch, rows, heads, dim), dtype=dtype, device=device).transpose(1, 2)
+
+    def numbers(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=device)
+
+    named: dict[str, Tensor] = {}
+    if backward:
+        named = {
+            "do": filled(heads, rows, dim_v),
+            "dq": result(heads, rows, dim),
+            "dk": result(heads_kv, keys, dim),
+            "dv": result(heads_kv, keys, dim_v),
+            "delta": numbers(batch, heads, rows),
+            "dq_sum": numbers(batch, heads, rows, dim),
+        }
+    return Case(
+        spec,
+        workload,
+        q=filled(heads, rows, dim),
+        k=filled(heads_kv, keys, dim),
+        v=filled(heads_kv, keys, dim_v),
+        out=result(heads, rows, dim_v),
+        lse=numbers(batch, heads, rows),
+        seed=torch.full((1,), SEED, dtype=torch.int64, device=device),
+        **named,
+    )
+
+
+def _padded(layout: str, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
+    """The stored shape. Rows are padded to 16, so that odd lengths keep the strides' alignment."""
+    rows = -(-rows // _ROUND_ROWS) * _ROUND_ROWS
+    return (batch, rows, heads, dim) if layout == "bshd" else (batch, heads, rows, dim)
+
+
+def _as_bhsd(values: Tensor, layout: str) -> Tensor:
+    return values.transpose(1, 2) if layout == "bshd" else values

@@ -1,0 +1,142 @@
+"""Child processes that compile candidates while others are timed."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+from attngen.config import KernelConfig
+from attngen.gpu import GpuInfo
+from attngen.search_space import kernel_parts
+from attngen.spec import AttentionSpec
+from attngen.tuner.process import Worker, WorkerLostError
+from attngen.tuner.static_check import Compiled, KernelFacts, kernel_objection
+from attngen.workload import Direction, Workload
+
+COMPILE_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 60.0  # importing torch and triton on a busy machine
+
+_Part = tuple[str, tuple[Any, ...]]
+
+
+def default_jobs() -> int:
+    """All cores but one, which the timing worker needs for itself."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+class CompilePool:
+    """Compiles configs of one spec, direction and workload for one GPU. A context manager.
+
+    One thread drives one child. A kernel is compiled once: configs that share a kernel share its
+    facts, and those that share one that failed fail with it.
+    """
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        workload: Workload,
+        direction: Direction,
+        gpu: GpuInfo,
+        jobs: int | None = None,
+    ) -> None:
+        self.jobs = jobs or default_jobs()
+        self._gpu = gpu
+        self._message = {"spec": spec.key, "workload": str(workload), "direction": direction}
+        self._threads = ThreadPoolExecutor(self.jobs, thread_name_prefix="attngen-compile")
+        self._local = threading.local()
+        self._workers: list[Worker] = []
+        self._lock = threading.Lock()
+        self._closing = False
+        self._facts: dict[_Part, KernelFacts] = {}
+        self._errors: dict[_Part, str] = {}
+
+    def submit(self, config: KernelConfig) -> Future[Compiled]:
+        """Compile a config; the future never raises for a config that does not compile."""
+        return self._threads.submit(self._compile, config)
+
+    def _compile(self, config: KernelConfig) -> Compiled:
+        """Kernel by kernel, so that one that hangs or does not fit is known by name."""
+        parts = kernel_parts(config)
+        found: dict[str, KernelFacts] = {}
+        for part in parts.items():
+            error = self._errors.get(part)
+            if error is None and part not in self._facts:
+                skip = [name for name in parts if name != part[0]]
+                error = self._learn(part, found, self._ask(config, skip))
+            if error is not None:
+                return Compiled(config, tuple(found.values()), error)
+            found[part[0]] = self._facts[part]
+            if kernel_objection(self._facts[part], self._gpu):
+                break
+        return Compiled(config, tuple(found.values()))
+
+    def _ask(self, config: KernelConfig, skip: list[str]) -> dict[str, Any]:
+        try:
+            message = self._message | {"config": config.as_dict(), "skip": skip}
+            return self._worker().ask(message, COMPILE_TIMEOUT_S)
+        except WorkerLostError as error:
+            self._local.worker = None
+            return {"error": f"while compiling: {error}"}
+
+    def _learn(
+        self, part: _Part, found: dict[str, KernelFacts], answer: dict[str, Any]
+    ) -> str | None:
+        """Keep what a child says about a kernel (and its helpers); returns its error."""
+        error: str | None = answer.get("error")
+        for named in answer.get("kernels", ()):
+            facts = KernelFacts(**named)
+            found[facts.kernel] = facts
+            if facts.kernel == part[0]:
+                self._facts[part] = facts
+        if error is None and part not in self._facts:
+            error = f"the emitted file has no kernel {part[0]}"
+        if error is not None:
+            self._errors[part] = error
+        return error
+
+    def _worker(self) -> Worker:
+        worker: Worker | None = getattr(self._local, "worker", None)
+        if worker is None:
+            worker = self._start()
+            self._local.worker = worker
+        return worker
+
+    def _start(self) -> Worker:
+        environment = {
+            "TRITON_INTERPRET": None,
+            "ATTNGEN_INTERPRET": None,
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        module = "attngen.tuner.compile_worker"
+        with self._lock:
+            if self._closing:
+                raise WorkerLostError("the pool is closed")
+            worker = Worker(module, str(self._gpu.capability), environment=environment)
+            self._workers.append(worker)
+        worker.ask({"hello": True}, START_TIMEOUT_S)
+        return worker
+
+    def close(self) -> None:
+        """Kill the children and forget what was submitted."""
+        with self._lock:
+            self._closing = True
+            workers = list(self._workers)
+        for worker in workers:
+            worker.kill()
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for worker in workers:
+            worker.close()
+
+    def __enter__(self) -> CompilePool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,146 @@
+"""Compiles candidates for one architecture without a GPU: `python -m attngen.tuner.compile_worker`.
+
+A driver that knows only the target's compute capability stands in for the real one, so that
+`kernel.warmup` compiles from tensors without memory. What it compiles lands in Triton's disk
+cache, where the timing worker finds it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.backends.nvidia
+from triton.backends.compiler import GPUTarget
+
+from attngen import config as configs
+from attngen.kernel import Kernel, explained
+from attngen.spec import AttentionSpec
+from attngen.tuner import case
+from attngen.tuner.child import Lines
+from attngen.workload import Workload
+
+_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
+_SERIALISED = re.compile(r"\(?C75(1[0-4])\)?")
+_WGMMA_ARCH = 90
+
+
+class TargetDriver:
+    """As much of a Triton driver as a compilation asks for."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", self._capability, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        return divmod(self._capability, 10)
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+
+class Compiler:
+    """Handles the pool's messages; remembers each kernel's facts."""
+
+    def __init__(self, capability: int) -> None:
+        triton.runtime.driver.set_active(TargetDriver(capability))
+        self._capability = capability
+        self._known: dict[str, dict[str, Any]] = {}
+
+    def __call__(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Facts of every kernel of a config, or the error of the one that does not compile."""
+        if "hello" in message:
+            return {}
+        spec = AttentionSpec.parse(message["spec"])
+        config = configs.from_dict(message["direction"], message["config"])
+        sizes = Workload.parse(message["workload"])
+        backward = message["direction"] == "bwd"
+        found: list[dict[str, Any]] = []
+        name = ""
+        try:
+            run = Kernel(spec, config, interpret=False)
+            inputs = case.make(spec, sizes, "meta", backward=backward)
+            plan = run.module.plan(*inputs.tensors(config), **inputs.numbers)
+            for kernel, grid, arguments, constants in plan:
+                name = kernel.__name__
+                if name not in message["skip"]:
+                    found.append(self._facts(name, kernel, grid, arguments, constants))
+        except Exception as error:
+            why = explained(error, run.path, spec) if name else error
+            return {"error": f"{type(why).__name__}: {why}"[-1500:], "kernel": name}
+        return {"kernels": found}
+
+    def _facts(
+        self, name: str, kernel: Any, grid: Any, arguments: Any, constants: dict[str, Any]
+    ) -> dict[str, Any]:
+        begin = time.perf_counter()
+        compiled = kernel.warmup(*arguments, grid=grid, **constants)
+        if compiled.hash not in self._known:
+            self._known[compiled.hash] = {
+                "kernel": name,
+                "shared_bytes": compiled.metadata.shared,
+                "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
+                "trap": is_trap(compiled.asm["ptx"]),
+                **resource_usage(compiled.asm["cubin"]),
+                "serialised_wgmma": self._is_serialised(compiled.asm["ptx"]),
+            }
+        return self._known[compiled.hash] | {"compile_s": time.perf_counter() - begin}
+
+    def _is_serialised(self, ptx: str) -> bool | None:
+        """Did ptxas have to run wgmma one by one? None where there are none."""
+        if self._capability != _WGMMA_ARCH or "wgmma.mma_async" not in ptx:
+            return None
+        with tempfile.TemporaryDirectory() as folder:
+            source = Path(folder, "kernel.ptx")
+            source.write_text(ptx)
+            arguments = ["-v", f"--gpu-name=sm_{self._capability}a", str(source)]
+            log = _tool("ptxas", *arguments, "-o", str(Path(folder, "kernel.cubin")))
+        return _SERIALISED.search(log) is not None
+
+
+def is_trap(ptx: str) -> bool:
+    """Triton turns a kernel that exceeds tensor memory into a bare `trap`, which looks ideal."""
+    body = ptx[ptx.find("{") :]
+    return "trap;" in body and not re.search(r"\b(ld|st|cp|mma|wgmma|tcgen05)\.", body)
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers and stack bytes per thread."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = _tool("cuobjdump", "--dump-resource-usage", file.name)
+    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if match is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage: {text[:200]!r}")
+    return {"registers": int(match.group(1)), "stack_bytes": int(match.group(2))}
+
+
+def _tool(name: str, *arguments: str) -> str:
+    """What one of Triton's bundled CUDA tools prints."""
+    done = subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def main() -> None:
+    lines = Lines()
+    lines.serve(Compiler(int(sys.argv[1])))
+
+
+if __name__ == "__main__":
+    main()

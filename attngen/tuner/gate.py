@@ -1,0 +1,204 @@
+"""The correctness gate: no config is timed before it computes the right thing.
+
+Every config is compared with `attngen.reference` on small shapes, one of which no tile divides;
+finalists also on sampled rows and keys of the tuned shape. The criterion is `reference.judge`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngen import reference
+from attngen.config import KernelConfig
+from attngen.kernel import kernel
+from attngen.reference import Verdict
+from attngen.spec import AttentionSpec
+from attngen.tuner import case
+from attngen.tuner.case import Case
+from attngen.workload import Direction, Workload
+
+SAMPLES = 64
+LSE_EPSILON = 1e-5  # lse is float32, but sums exponentials from the approximate unit
+_MAX_WINDOW = 50  # on small shapes, so that a window hides something there too
+_INTERPRETED_GROUP = 2
+
+
+class Expected(NamedTuple):
+    """What a case must give, and what plain PyTorch gives in the same dtype."""
+
+    wanted: dict[str, Tensor]
+    yard: dict[str, Tensor]
+
+
+def epsilon(spec: AttentionSpec, name: str) -> float:
+    """The rounding unit of a result."""
+    narrow = torch.float16 if spec.precision == "tf32" else getattr(torch, spec.dtype)
+    unit = float(torch.finfo(narrow).eps)
+    if name == "lse":
+        return max(LSE_EPSILON, unit if spec.precision == "tf32" else 0.0)
+    return unit
+
+
+def small_workloads(group_size: int, interpret: bool) -> list[Workload]:
+    """Shapes for every config: one that no tile divides, and one with more rows than keys."""
+    if interpret:
+        group = min(group_size, _INTERPRETED_GROUP)
+        return [Workload(1, group, 1, 75, 139)]
+    group = group_size
+    return [Workload(2, 2 * group, 2, 193, 259), Workload(1, group, 1, 256, 128)]
+
+
+def small_spec(spec: AttentionSpec) -> AttentionSpec:
+    """The spec with windows that small shapes can see."""
+    if spec.window is None:
+        return spec
+    left, right = (side if side is None else min(side, _MAX_WINDOW) for side in spec.window)
+    return replace(spec, window=(left, right))
+
+
+class SmallGate:
+    """Small cases of one spec and direction, with their expected results computed once."""
+
+    def __init__(
+        self, spec: AttentionSpec, direction: Direction, group_size: int, device: str
+    ) -> None:
+        self._interpret = device == "cpu"
+        self._backward = direction == "bwd"
+        spec = small_spec(spec)
+        self.cases = [
+            case.make(spec, sizes, device, backward=self._backward)
+            for sizes in small_workloads(group_size, self._interpret)
+        ]
+        self._expected = [whole(each) for each in self.cases]
+
+    def check(self, config: KernelConfig) -> Verdict:
+        """Run a config on every small case; the first failure, else the largest error."""
+        worst = Verdict(True, 0.0, "")
+        for each, expected in zip(self.cases, self._expected, strict=True):
+            verdict = self._check(each, expected, config)
+            if not verdict.ok:
+                return verdict
+            worst = max(worst, verdict, key=lambda v: v.error)
+        return worst
+
+    def _check(self, each: Case, expected: Expected, config: KernelConfig) -> Verdict:
+        if self._backward:
+            each.out.copy_(expected.wanted["out"])
+            each.lse.copy_(expected.wanted["lse"])
+        run(each, config, interpret=self._interpret)
+        verdicts = _verdicts(each.spec, each.results(config), expected)
+        return _joined(verdicts, f"at {each.workload}")
+
+
+def run(each: Case, config: KernelConfig, *, interpret: bool) -> None:
+    """Run a config once, over results that were NaN before."""
+    each.spoil(config)
+    launch = kernel(each.spec.text, config, interpret)
+    launch(*each.tensors(config), **each.numbers)
+    if not interpret:
+        torch.cuda.synchronize()
+
+
+def whole(each: Case) -> Expected:
+    """Everything a small case must give, forward and gradients."""
+    found = []
+    for exact in (True, False):
+        dtype = torch.float64 if exact else torch.float32
+        inputs = (each.q, each.k, each.v)
+        leaves = tuple(
+            x.detach().to(dtype).requires_grad_(each.do is not None) for x in inputs
+        )
+        seed = each.seed
+        if exact:
+            out, lse = reference.attention(each.spec, *leaves, seed=seed)
+        else:
+            out, lse = _yardstick(each, leaves)
+        named = {"out": out.detach(), "lse": lse.detach()}
+        if each.do is not None:
+            grads = reference.gradients(out, lse, leaves, each.do)
+            named |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        found.append(named)
+    return Expected(*found)
+
+
+def _narrow(each: Case) -> torch.dtype | None:
+    return None if each.q.dtype == torch.float32 else each.q.dtype
+
+
+def _yardstick(each: Case, leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """`reference.yardstick`, from leaves that keep their gradients in float32."""
+    narrow = _narrow(each)
+    q, k, v = leaves
+    out, lse = reference.attention(
+        each.spec, q, k, v, seed=each.seed, math_dtype=torch.float32, round_to=narrow
+    )
+    return reference.rounded(out, narrow, narrow), lse
+
+
+def sampled(each: Case, config: KernelConfig) -> Verdict:
+    """Run a config on the tuned shape and compare sampled rows (and keys, of a backward)."""
+    run(each, config, interpret=each.q.device.type == "cpu")
+    sizes = each.workload
+    rows = _sample(each, sizes.num_heads_q, sizes.seqlen_q)
+    keys = _sample(each, sizes.num_heads_kv, sizes.seqlen_k)
+    wanted, yard = (_sampled(each, rows, keys, **how) for how in _exact_and_narrow(each))
+    found = each.results(config)
+    at = {name: keys if name in ("dk", "dv") else rows for name in found}
+    actual = {name: found[name][tuple(at[name].T)] for name in found}
+    verdicts = _verdicts(each.spec, actual, Expected(wanted, yard))
+    return _joined(verdicts, f"in sampled rows of {sizes}")
+
+
+def _exact_and_narrow(each: Case) -> list[dict[str, Any]]:
+    return [
+        {"math_dtype": torch.float64},
+        {"math_dtype": torch.float32, "round_to": _narrow(each)},
+    ]
+
+
+def _sampled(each: Case, rows: Tensor, keys: Tensor, **how: Any) -> dict[str, Tensor]:
+    how["seed"] = each.seed
+    inputs = (each.spec, each.q, each.k, each.v)
+    here = reference.sampled_rows(*inputs, rows, do=each.do, **how)
+    if each.do is None:
+        return {"out": here.out, "lse": here.lse}
+    there = reference.sampled_keys(*inputs, each.out, each.lse, each.do, keys, **how)
+    assert here.dq is not None
+    return {"dq": here.dq, "dk": there.dk, "dv": there.dv}
+
+
+def _sample(each: Case, heads: int, rows: int) -> Tensor:
+    """(SAMPLES, 3) random (batch, head, row), the first and last row among them."""
+    generator = torch.Generator().manual_seed(case.SEED)
+    sizes = (each.workload.batch, heads, rows)
+    at = torch.stack([torch.randint(n, (SAMPLES,), generator=generator) for n in sizes], 1)
+    at[0] = 0
+    at[1] = torch.tensor(sizes) - 1
+    return at.to(each.q.device)
+
+
+def _verdicts(
+    spec: AttentionSpec, actual: dict[str, Tensor], expected: Expected
+) -> Iterator[tuple[str, Verdict]]:
+    for name, tensor in actual.items():
+        yield (
+            name,
+            reference.judge(
+                tensor, expected.wanted[name], expected.yard[name], epsilon(spec, name)
+            ),
+        )
+
+
+def _joined(verdicts: Iterator[tuple[str, Verdict]], where: str) -> Verdict:
+    """The first failure, named, else the largest error."""
+    worst = Verdict(True, 0.0, "")
+    for name, verdict in verdicts:
+        if not verdict.ok:
+            return verdict._replace(detail=f"{name} is wrong {where}: {verdict.detail}")
+        worst = max(worst, verdict, key=lambda v: v.error)
+    return worst

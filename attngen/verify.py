@@ -1,0 +1,135 @@
+"""Running a spec's kernels against float64 on small and awkward shapes.
+
+The kernel must be about as good as plain PyTorch in the same dtype (`reference.judge`). Without a
+GPU the kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from attngen import reference
+from attngen.api import compile
+from attngen.spec import AttentionSpec
+from attngen.workload import Direction, Workload
+
+# Sizes that find mistakes, as (seqlen_q, seqlen_k): one row, no tile divides them, more queries
+# than keys (rows that see nothing), more keys than queries (an offset).
+AWKWARD = ((1, 1), (63, 63), (129, 64), (33, 130))
+# What is compared, in the order of `results`, and the direction whose kernels made it.
+RESULTS: tuple[tuple[str, Direction], ...] = (
+    ("out", "fwd"),
+    ("lse", "fwd"),
+    ("dq", "bwd"),
+    ("dk", "bwd"),
+    ("dv", "bwd"),
+)
+Kind = Literal["kernel", "oracle", "yardstick"]
+INTERPRETED_SCORES = 1 << 16
+"""Entries of the score matrix up to which the interpreter runs a workload whole."""
+COMPILED_SCORES = 1 << 27
+SEED = 20_240_229
+
+
+@dataclass(frozen=True)
+class Check:
+    """One result of a kernel beside the oracle's."""
+
+    workload: Workload
+    direction: Direction
+    result: str
+    """One of `RESULTS`."""
+    ok: bool
+    error: float
+    """Largest absolute error; inf if a NaN or a wrong infinity appeared."""
+    detail: str
+
+    def as_dict(self) -> dict[str, Any]:
+        named = {**vars(self), "workload": str(self.workload)}
+        return named | {"error": self.error if self.error < float("inf") else None}
+
+
+def shapes(workload: Workload | None, device: str) -> list[Workload]:
+    """What to run: awkward lengths with the workload's group of heads, and itself if it is small."""
+    group = workload.group_size if workload else 2
+    found = [Workload(1, group, 1, *lengths) for lengths in AWKWARD]
+    found.append(Workload(2, 2 * group, 2, 70, 70))
+    if workload is not None:
+        limit = INTERPRETED_SCORES if device == "cpu" else COMPILED_SCORES
+        rows = workload.batch * workload.num_heads_q * workload.seqlen_q
+        if rows * workload.seqlen_k <= limit:
+            found.append(workload)
+    return found
+
+
+def verify(
+    spec: AttentionSpec, workloads: list[Workload], directions: tuple[Direction, ...], device: str
+) -> Iterator[Check]:
+    """Compare every result of the kernels that `attngen.compile(spec)` runs with the oracle's."""
+    for workload in workloads:
+        yield from _verify(replace(spec, layout="bhsd"), workload, directions, device)
+
+
+def _verify(
+    spec: AttentionSpec, workload: Workload, directions: tuple[Direction, ...], device: str
+) -> Iterator[Check]:
+    given = _inputs(spec, workload, device)
+    backward = "bwd" in directions
+
+    def results(kind: Kind) -> list[Tensor]:
+        wide = torch.float64 if kind == "oracle" else given.dout.dtype
+        q, k, v = (x.to(wide).requires_grad_(backward) for x in (given.q, given.k, given.v))
+        out, lse = _attend(kind, spec, q, k, v)
+        found = [out, lse]
+        if backward:
+            found += reference.gradients(out, lse, (q, k, v), given.dout, given.dlse)
+        return found
+
+    kinds = (results(kind) for kind in get_args(Kind))
+    for (name, direction), actual, wanted, yard in zip(RESULTS, *kinds, strict=False):
+        if direction in directions:
+            verdict = reference.judge(actual, wanted, yard, torch.finfo(actual.dtype).eps)
+            yield Check(workload, direction, name, *verdict)
+
+
+def _attend(
+    kind: Kind, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor]:
+    if kind == "oracle":
+        return reference.attention(spec, q, k, v, seed=SEED)
+    if kind == "yardstick":
+        return reference.yardstick(spec, q, k, v, seed=SEED)
+    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED)
+    return out, lse
+
+
+class _Inputs(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
+    """The same random inputs and upstream gradients for the same sizes, on every device."""
+    generator = torch.Generator().manual_seed(SEED)
+    batch, heads_q, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
+    rows, keys = workload.seqlen_q, workload.seqlen_k
+    dtype = getattr(torch, spec.dtype)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype)
+
+    return _Inputs(
+        normal(batch, heads_q, rows, spec.head_dim),
+        normal(batch, heads_kv, keys, spec.head_dim),
+        normal(batch, heads_kv, keys, spec.head_dim_v),
+        normal(batch, heads_q, rows, spec.head_dim_v),
+        normal(batch, heads_q, rows).float(),
+    )
