@@ -70,15 +70,16 @@ class Comparison:
         return other.ms / self.ours if other.ms and self.ours else None
 
     def as_dict(self) -> dict[str, Any]:
-        results = {each.name: vars(each) | {"their_time_over_ours": self.ratio(each)} for each in
-                   self.timed}
         return {
             "spec": self.spec.key,
             "workload": str(self.workload),
             "direction": self.direction,
             "rounds": self.rounds,
             "tier": self.tier,
-            "results": results,
+            "results": {
+                each.name: vars(each) | {"their_time_over_ours": self.ratio(each)}
+                for each in self.timed
+            },
         }
 
 
@@ -146,9 +147,7 @@ class _Entrant:
 
 def _timed(entrant: _Entrant, times: list[float], work: float) -> Timed:
     ms = statistics.median(times)
-    return Timed(
-        entrant.name, ms, max(times) - min(times), work / ms / 1e9, config=entrant.config
-    )
+    return Timed(entrant.name, ms, max(times) - min(times), work / ms / 1e9, config=entrant.config)
 
 
 def _entrants(
@@ -225,8 +224,6 @@ def _call(
     else:
         leaves = tuple(x.detach().requires_grad_() for x in inputs)
         out = attend(*leaves)
-        call = partial(
-            torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True
-        )
+        call = partial(torch.autograd.grad, out, leaves, torch.randn_like(out), retain_graph=True)
     call()
     return call

@@ -51,7 +51,8 @@ def all_peers(*, max_autotune: bool = False) -> list[Peer]:
     return [*peers, Peer("fa3", _flash_attention_3, layout="bshd")]
 
 
-def _refuse(spec: AttentionSpec, peer: str, **lacks: bool) -> None:
+def _refuse(peer: str, **lacks: bool) -> None:
+    """Raise if the spec wants something that the peer lacks."""
     missing = [name for name, wanted in lacks.items() if wanted]
     if missing:
         raise CannotServe(f"{peer} has no {', '.join(missing)}")
@@ -67,7 +68,6 @@ def _other_alignment(spec: AttentionSpec, workload: Workload, peers_own: str) ->
 def _sdpa(backend: SDPBackend) -> Callable[[AttentionSpec, Workload], Attend]:
     def make(spec: AttentionSpec, workload: Workload) -> Attend:
         _refuse(
-            spec,
             "sdpa",
             window=spec.window is not None,
             softcap=spec.has_softcap,
@@ -102,7 +102,7 @@ def _flex(mode: str | None) -> Callable[[AttentionSpec, Workload], Attend]:
     def make(spec: AttentionSpec, workload: Workload) -> Attend:
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        _refuse(spec, "flex", dropout=spec.has_dropout)
+        _refuse("flex", dropout=spec.has_dropout)
         mask = None
         if spec.has_positions:
             rows, keys = workload.seqlen_q, workload.seqlen_k
@@ -137,12 +137,14 @@ def _visible(spec: AttentionSpec, workload: Workload) -> Callable[..., Tensor]:
     shift = 0 if spec.causal == "top_left" else workload.seqlen_k - workload.seqlen_q
     left, right = spec.window or (None, None)
     right = 0 if spec.is_causal else right
+    beyond = workload.seqlen_q + workload.seqlen_k  # further than any two rows stand apart
+    low, high = -(beyond if left is None else left), beyond if right is None else right
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         ahead = j - (i + shift)
         if left is None:
-            return ahead <= right
-        return ahead >= -left if right is None else (ahead >= -left) & (ahead <= right)
+            return ahead <= high
+        return (ahead >= low) & (ahead <= high)
 
     return visible
 
@@ -161,7 +163,6 @@ def _capped(spec: AttentionSpec) -> Callable[..., Tensor] | None:
 def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
     flash = _flash_module()
     _refuse(
-        spec,
         "fa3",
         dropout=spec.has_dropout,
         float32=spec.dtype == "float32",
@@ -170,7 +171,7 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
     left, right = spec.window or (None, None)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        result = flash.flash_attn_func(
+        result: Any = flash.flash_attn_func(
             q,
             k,
             v,
@@ -179,7 +180,8 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
             window_size=(-1 if left is None else left, -1 if right is None else right),
             softcap=spec.softcap or 0.0,
         )
-        return result[0] if isinstance(result, tuple) else result
+        out: Tensor = result[0] if isinstance(result, tuple) else result
+        return out
 
     return attend
 

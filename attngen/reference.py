@@ -32,7 +32,7 @@ def philox_keep(
     Philox4x32-10: key = the 64-bit seed, counter (j // 4, i, head, batch), word j % 4, kept iff
     word >= floor(p * 2^32).
     """
-    shape = torch.broadcast_shapes(batch.shape, head.shape, i.shape, j.shape)
+    shape = (batch + head + i + j).shape
     c = [x.expand(shape) & _LOW for x in (j // 4, i, head, batch)]
     whole = int(seed)
     k0, k1 = whole & _LOW, whole >> 32 & _LOW
@@ -62,9 +62,7 @@ def dropout_keep(
 ) -> Tensor:
     """The bool mask (batch, heads, seqlen_q, seqlen_k) of entries that dropout keeps."""
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, seqlen_q, seqlen_k))
-    return philox_keep(
-        seed, b[:, None, None, None], h[:, None, None], i[:, None], j, dropout_p
-    )
+    return philox_keep(seed, b[:, None, None, None], h[:, None, None], i[:, None], j, dropout_p)
 
 
 # ---- pieces ---------------------------------------------------------------------------------
@@ -74,7 +72,7 @@ class _Round(torch.autograd.Function):
     """Round values (forward) and gradients (backward) to a narrower dtype and back."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx,
         x: Tensor,
         fwd: torch.dtype | None,
@@ -84,7 +82,7 @@ class _Round(torch.autograd.Function):
         return x.clone() if fwd is None else x.to(fwd).to(x.dtype)
 
     @staticmethod
-    def backward(  # type: ignore[override]
+    def backward(
         ctx: torch.autograd.function.FunctionCtx, grad: Tensor
     ) -> tuple[Tensor, None, None]:
         narrow = ctx.narrow  # type: ignore[attr-defined]
@@ -190,13 +188,19 @@ def attention(
 
 
 def yardstick(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *, seed: int | Tensor = 0
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    narrow: torch.dtype | None,
+    *,
+    seed: int | Tensor = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The measure of a fair error: float32, rounded to q's dtype only where a kernel must."""
-    narrow = q.dtype if q.dtype in (torch.float16, torch.bfloat16) else None
-    out, lse = attention(
-        spec, q, k, v, seed=seed, math_dtype=torch.float32, round_to=narrow
-    )
+    """The measure of a fair error: float32, rounded to `narrow` only where a good kernel must.
+
+    That is P before P @ v, dS before dS @ k, and the results; None rounds nothing.
+    """
+    out, lse = attention(spec, q, k, v, seed=seed, math_dtype=torch.float32, round_to=narrow)
     return rounded(out, narrow, narrow), lse
 
 
@@ -246,8 +250,8 @@ def sampled_rows(
         p, lse = _softmax(_capped(spec, s * scale_of(spec)), visible(spec, keys - i - shift))
         keep = None
         if spec.has_dropout:
-            where = (torch.tensor(x, device=q.device) for x in (b, h, i))
-            keep = philox_keep(seed, *where, keys, spec.dropout_p)
+            batch, head, at_row = at.new_tensor([b, h, i]).unbind()
+            keep = philox_keep(seed, batch, head, at_row, keys, spec.dropout_p)
         p = _dropped(spec, p, keep)
         if round_to is not None:
             p = rounded(p, round_to, round_to)
@@ -284,7 +288,6 @@ def sampled_keys(
     group, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     rows = torch.arange(seqlen_q, device=q.device)
     shift = alignment(spec, seqlen_q, seqlen_k)
-    narrow = lambda x: x if round_to is None else x.to(round_to).to(math_dtype)  # noqa: E731
     dks, dvs = [], []
     for b, h_kv, j in at.tolist():
         heads = torch.arange(h_kv * group, (h_kv + 1) * group, device=q.device)
@@ -295,14 +298,14 @@ def sampled_keys(
         p = torch.exp(torch.where(seen, s - lse[b, heads].to(math_dtype), NEG_INF))
         weight = torch.ones_like(p)
         if spec.has_dropout:
-            where = torch.tensor(b, device=q.device), heads[:, None], rows
-            keep = philox_keep(seed, *where, torch.tensor(j, device=q.device), spec.dropout_p)
+            batch, column = at.new_tensor([b, j]).unbind()
+            keep = philox_keep(seed, batch, heads[:, None], rows, column, spec.dropout_p)
             weight = _dropped(spec, weight, keep)
         ds = p * (weight * (do_all @ value) - (o_all * do_all).sum(-1))
         if spec.softcap is not None:
             ds = ds * (1 - (s / spec.softcap) ** 2)
-        dvs.append(torch.einsum("hi,hid->d", narrow(p * weight), do_all))
-        dks.append(torch.einsum("hi,hid->d", narrow(ds), q_all) * scale_of(spec))
+        dvs.append(rounded(p * weight, round_to, None).flatten() @ do_all.flatten(0, 1))
+        dks.append(rounded(ds, round_to, None).flatten() @ q_all.flatten(0, 1) * scale_of(spec))
     return Keys(torch.stack(dks), torch.stack(dvs))
 
 

@@ -29,9 +29,9 @@ def _environment() -> jinja2.Environment:
     return environment
 
 
-def _named(parts: tuple[Part, ...], name: str) -> str:
+def _named(parts: tuple[Part, ...], name: str, form: str = "{}", joined: str = ", ") -> str:
     """The variables of a tiled dim: `acc`, or `acc0, acc1`."""
-    return ", ".join(name + part.suffix for part in parts)
+    return joined.join(form.format(name + part.suffix) for part in parts)
 
 
 def direction_of(config: KernelConfig) -> Direction:

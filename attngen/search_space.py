@@ -91,12 +91,10 @@ def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kernel
     return list(_backward_candidates(spec, space, gpu))
 
 
-def _backward_candidates(
-    spec: AttentionSpec, space: Axes, gpu: GpuInfo
-) -> Iterator[KernelConfig]:
+def _backward_candidates(spec: AttentionSpec, space: Axes, gpu: GpuInfo) -> Iterator[KernelConfig]:
     """The two kernels are feasible or not each by itself, so each tile is checked once."""
-    least = dict(zip(DQ_AXES, (MIN_BLOCK, MIN_BLOCK, 4, 1), strict=True))
-    first = dict(zip(DKDV_AXES, least.values(), strict=True))
+    least: dict[str, Any] = dict(zip(DQ_AXES, (MIN_BLOCK, MIN_BLOCK, 4, 1), strict=True))
+    first: dict[str, Any] = dict(zip(DKDV_AXES, least.values(), strict=True))
     for tiles in space["tiles"]:
         dkdv = [
             tile
@@ -177,7 +175,7 @@ _FWD_STARTS = {
 _BWD_STARTS = {
     64: ((64, 128, 8, 2), (64, 64, 4, 2)),
     128: ((64, 128, 8, 2), (64, 64, 4, 2)),
-    256: ((32, 64, 4, 1), (64, 64, 8, 1)),
+    256: ((64, 64, 8, 2), (64, 64, 8, 1)),
 }
 
 
@@ -189,12 +187,12 @@ def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kern
     space = axes(spec, bucket, gpu)
     found: list[KernelConfig] = []
     for tile, address in itertools.product(tiles, reversed(space["tiles"])):
-        named = dict(zip(DKDV_AXES, tile, strict=True))
+        named: dict[str, Any] = dict(zip(DKDV_AXES, tile, strict=True))
         if bucket.direction == "fwd":
             config: KernelConfig = FwdConfig(tiles=address, **named)
         else:
             m, n, warps, stages = tile
-            dq = dict(zip(DQ_AXES, (n, m, warps, stages), strict=True))
+            dq: dict[str, Any] = dict(zip(DQ_AXES, (n, m, warps, stages), strict=True))
             config = BwdConfig(tiles=address, **named, **dq)
         if encode(config, space) is not None and not infeasible(spec, config, gpu):
             found.append(config)

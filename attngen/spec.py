@@ -185,9 +185,14 @@ class AttentionSpec:
         return self.window is not None and self.window[1] is not None and not self.is_causal
 
     @property
+    def closes_right(self) -> bool:
+        """A query sees no key beyond some position."""
+        return self.is_causal or self.has_window_right
+
+    @property
     def has_positions(self) -> bool:
         """Which keys a query sees depends on where it stands."""
-        return self.is_causal or self.has_window_left or self.has_window_right
+        return self.closes_right or self.has_window_left
 
     @property
     def places_rows(self) -> bool:

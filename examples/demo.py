@@ -1,4 +1,4 @@
-"""The main job from end to end: spec, emitted kernel, tuning, record, and a model that trains.
+"""The main job, end to end: spec, emitted kernel, tuning, record, and a model that trains.
 
 Run it with `make demo`, or `python examples/demo.py`. With a CUDA GPU everything is measured there.
 Without one, the kernels are compiled for an H200 and checked, but not timed, and the model trains
@@ -14,6 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -128,16 +129,26 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-def compile_backend(device: str) -> str:
-    """inductor, or aot_eager where inductor finds no compiler."""
+def train_beside(
+    sizes: Sizes, attend: AttentionFunction, device: str
+) -> tuple[list[float], list[float]]:
+    """Losses with `attend`, and with PyTorch's attention: the same model, data and seed.
+
+    The model is compiled by inductor, or by aot_eager where inductor finds no compiler.
+    """
+    backend = "inductor"
     try:
-        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+        theirs = train(sizes, torch_attention, device, backend)
     except Exception as error:
-        first = str(error).strip().splitlines()[0]
-        print(f"torch.compile's inductor does not work here ({first}); using aot_eager")
+        print(f"   inductor does not work here ({_first_line(error)}); using aot_eager")
         torch._dynamo.reset()
-        return "aot_eager"
-    return "inductor"
+        backend = "aot_eager"
+        theirs = train(sizes, torch_attention, device, backend)
+    return train(sizes, attend, device, backend), theirs
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def section(number: int, title: str) -> None:
@@ -146,6 +157,19 @@ def section(number: int, title: str) -> None:
 
 def shown(text: str) -> None:
     print("   | " + text.rstrip().replace("\n", "\n   | "))
+
+
+class BestSoFar:
+    """Prints a line whenever a measured config beats all before it."""
+
+    def __init__(self) -> None:
+        self._best: dict[str, float] = {}
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        time_us = event.get("median_us")
+        if time_us and time_us < self._best.get(event["bucket"], float("inf")):
+            self._best[event["bucket"]] = time_us
+            print(f"   config {event['tried']}: {time_us:.1f} us  {event['config']}", flush=True)
 
 
 def excerpt(source: str, begin: str, end: str) -> str:
@@ -181,39 +205,42 @@ def main() -> int:
         workload,
         gpu=None if on_gpu else gpu.name,
         budget=sizes.tune_seconds,
-        max_trials=None if on_gpu else 6,
+        progress=BestSoFar(),
     )
     for report in reports:
-        print(f"   {report}")
+        shown(str(report))
 
     section(4, f"The records are kept in {database_path()}")
     attngen.reload()
     explained = explain_workload(attend.spec, workload, gpu=gpu)
     for choice in explained.choices:
-        if choice.found.record is None:
+        record = choice.found.record
+        if record is None:
             print(f"   no record serves {choice.bucket.key}: {'; '.join(choice.found.why)}")
             return 1
-        shown(choice.found.record.to_line())
+        if choice.bucket.direction == "fwd":
+            shown("\n".join(f"{name:13} {value}" for name, value in record.as_dict().items()))
+    print("   and one like it for the backward")
 
     section(5, "Which kernel serves these sizes, and why")
     shown(str(explained))
 
     section(6, "Train a two-layer transformer with it, through torch.compile")
-    backend = compile_backend(device)
-    ours = train(sizes, attend, device, backend)
-    theirs = train(sizes, torch_attention, device, backend)
+    ours, theirs = train_beside(sizes, attend, device)
     print("   step  attngen  PyTorch's SDPA")
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         if step % max(1, sizes.steps // 15) == 0 or step == sizes.steps - 1:
             print(f"   {step:4}  {a:7.4f}  {b:7.4f}")
     largest = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
     agree = largest <= TOLERANCE and ours[-1] < ours[0]
-    print(f"   largest difference {largest:.1e}, allowed {TOLERANCE}: {'ok' if agree else 'FAILED'}")
+    print(
+        f"   largest difference {largest:.1e}, allowed {TOLERANCE}: {'ok' if agree else 'FAILED'}"
+    )
 
     print(f"\nDone in {time.monotonic() - began:.0f} s. Kernels and records: {cache_dir()}")
     return 0 if agree else 1
 
 
 if __name__ == "__main__":
-    warnings.filterwarnings("once", message="attngen:.*")
+    warnings.formatwarning = lambda message, *place, **more: f"   note: {message}\n"
     sys.exit(main())

@@ -1,12 +1,55 @@
-"""Fixtures of the tests of the tuning database."""
+"""Fixtures of every test: where files go, seeds, and which tests need a GPU."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from attngen.store import Store
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    torch.set_num_threads(1)
+    if not _gpu_run(config) and torch.cuda.is_available():
+        os.environ["ATTNGEN_INTERPRET"] = "1"  # these tests hand in CPU tensors
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """GPU tests run only when asked for: interpreter and compiler do not share a process."""
+    if _gpu_run(config):
+        return
+    wanted = [item for item in items if item.get_closest_marker("gpu") is None]
+    config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
+    items[:] = wanted
+
+
+def _gpu_run(config: pytest.Config) -> bool:
+    return config.option.markexpr.replace("not gpu", "").find("gpu") >= 0
+
+
+@pytest.fixture(scope="session")
+def session_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One folder of emitted kernels for the session, so that each is written once."""
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def own_files(session_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test touches the user's cache or database."""
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(session_cache))
+    monkeypatch.setenv("ATTNGEN_DB", str(tmp_path / "user.db"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
 
 
 @pytest.fixture

@@ -139,8 +139,7 @@ def verify(
     directions = directions_of(direction)
     if config is not None and len(directions) > 1:
         raise bad_config("a config serves one direction; add --direction fwd or --direction bwd")
-    import torch
-
+    from attngen import interpreter
     from attngen import verify as checks
     from attngen.pinned import pinned
 
@@ -150,7 +149,7 @@ def verify(
             chosen[each] = parse_config(spec, each, config, device(gpu))
         elif gpu is not None or workload is not None:
             chosen[each] = _looked_up(spec, each, workload, device(gpu))
-    on = "cuda" if torch.cuda.is_available() else "cpu"
+    on = "cpu" if interpreter.enabled() else "cuda"
     found = []
     with warnings.catch_warnings(), pinned(chosen) if chosen else nullcontext():
         warnings.filterwarnings("ignore", message="attngen: no CUDA device")

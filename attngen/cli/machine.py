@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attngen.cli.options import direction_option, directions_of, json_option, spec_argument
-from attngen.cli.options import workload_option
+from attngen.cli.options import (
+    direction_option,
+    directions_of,
+    json_option,
+    spec_argument,
+    workload_option,
+)
 from attngen.cli.output import print_json, table
 from attngen.cli.program import FAILED, Command
 from attngen.cli.progress import status_line

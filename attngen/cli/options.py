@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import click
 
@@ -16,10 +16,9 @@ from attngen.spec import AttentionSpec
 from attngen.workload import DIRECTIONS, Direction, Workload
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
-Option = TypeVar("Option", bound=Callable[..., Any])
 
 
-class Parsed(click.ParamType):
+class Parsed(click.ParamType[Any]):
     """A value read by a function of ours, whose error message is a usage error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
@@ -54,7 +53,9 @@ db_option = click.option(
     help="The tuning database; default: ATTNGEN_DB, else tuning.db in the cache folder.",
 )
 config_option = click.option(
-    "--config", metavar="FIELDS", help="A config, as block_m=128,block_n=64,num_warps=8,num_stages=3."
+    "--config",
+    metavar="FIELDS",
+    help="A config, as block_m=128,block_n=64,num_warps=8,num_stages=3.",
 )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -48,22 +49,25 @@ class Program(click.Group):
         prog_name: str | None = None,
         complete_var: str | None = None,
         standalone_mode: bool = True,
-        windows_expand_args: bool = True,
         **extra: Any,
     ) -> Any:
         arguments = list(sys.argv[1:] if args is None else args)
-        try:
-            code = super().main(
-                arguments, "attngen", complete_var, False, windows_expand_args, **extra
+
+        def run() -> Any:
+            return super(Program, self).main(
+                arguments, "attngen", complete_var, standalone_mode=False, **extra
             )
-        except Exception as error:
-            if not standalone_mode:
-                raise
-            if "--debug" in arguments:
-                traceback.print_exception(error)
-            code = complain(error)
+
         if not standalone_mode:
-            return code
+            return run()
+        with warnings.catch_warnings():
+            warnings.showwarning = _one_line_warning
+            try:
+                code = run()
+            except Exception as error:
+                if "--debug" in arguments:
+                    traceback.print_exception(error)
+                code = complain(error)
         sys.exit(code if isinstance(code, int) else 0)
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -76,9 +80,21 @@ class Program(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in self.commands and not args[0].startswith("-"):
-            names = ", ".join(self.commands)
-            ctx.fail(f"unknown command {args[0]!r}{nearest(args[0], self.commands)}; one of {names}")
+            hint = nearest(args[0], self.commands)
+            ctx.fail(f"unknown command {args[0]!r}{hint}; one of {', '.join(self.commands)}")
         return super().resolve_command(ctx, args)
+
+
+def _one_line_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Stands in for `warnings.showwarning`, which prints two lines of Python."""
+    say(f"attngen: warning: {message}")
 
 
 def complain(error: Exception) -> int:

@@ -30,60 +30,62 @@ def status_line() -> Iterator[Callable[[str], None]]:
 
 
 @contextmanager
-def tuning_progress() -> Iterator[Callable[[Event], None]]:
-    """Gives a function that shows the tuner's events.
-
-    An event says its `stage`; `done` and `total` where they are known; and whatever else is worth
-    a look, as `best_us`.
-    """
+def tuning_progress(budget: float) -> Iterator[Callable[[Event], None]]:
+    """Gives a function that shows the tuner's events (`tune(progress=)` says what they hold)."""
     if not sys.stderr.isatty():
         yield _Lines()
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    columns = (BarColumn(20), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        yield _Bar(shown)
+        yield _Bar(shown, budget)
 
 
 class _Lines:
-    """A line for each new stage, and within a stage one every few seconds."""
+    """A line for each new bucket and each winner, and else one every few seconds."""
 
     def __init__(self) -> None:
-        self._stage: Any = None
+        self._bucket = ""
         self._last = 0.0
 
     def __call__(self, event: Event) -> None:
-        now, stage = time.monotonic(), event.get("stage")
-        if stage != self._stage or now - self._last >= LINE_EVERY_S:
-            self._stage, self._last = stage, now
+        now = time.monotonic()
+        is_new = event["bucket"] != self._bucket or event["event"] != "trial"
+        if is_new or now - self._last >= LINE_EVERY_S:
+            self._bucket, self._last = event["bucket"], now
             click.echo(describe(event), err=True)
 
 
 class _Bar:
-    """One bar, that says what it is at."""
+    """A bar for each bucket, as long as its budget of seconds."""
 
-    def __init__(self, shown: Progress) -> None:
-        self._shown = shown
+    def __init__(self, shown: Progress, budget: float) -> None:
+        self._shown, self._budget = shown, budget
+        self._bucket = ""
+        self._began = 0.0
         self._task = shown.add_task("starting", total=None)
 
     def __call__(self, event: Event) -> None:
+        if event["bucket"] != self._bucket:
+            self._bucket, self._began = event["bucket"], time.monotonic()
+            self._shown.reset(self._task, total=self._budget)
         self._shown.update(
             self._task,
+            completed=min(self._budget, time.monotonic() - self._began),
             description=describe(event),
-            completed=event.get("done", 0),
-            total=event.get("total"),
         )
 
 
 def describe(event: Event) -> str:
-    """`timing 12/96  best_us 431.2`: the stage, how far, and the rest as it comes."""
-    rest = {name: value for name, value in event.items() if name not in ("stage", "done", "total")}
-    far = f" {event['done']}/{event.get('total', '?')}" if "done" in event else ""
-    words = [f"{name} {_short(value)}" for name, value in rest.items() if value is not None]
-    return "  ".join([f"{event.get('stage', 'tuning')}{far}", *words])
-
-
-def _short(value: Any) -> str:
-    return f"{value:.1f}" if isinstance(value, float) else str(value)
+    """`fwd-q4096-...: tried 12, measured 8, best 431.2 us; last ok`, or the winner."""
+    if event["event"] != "trial":
+        config = ",".join(f"{name}={value}" for name, value in event.get("config", {}).items())
+        return f"{event['bucket']}: {event['event']} {config}"
+    best = event.get("best_us")
+    far = f"tried {event['tried']}, measured {event['measured']}"
+    best_so_far = "" if best is None else f", best {best:.1f} us"
+    reason = (event.get("reason") or "").partition("\n")[0]
+    last = f"{event['status']} ({reason})" if reason else event["status"]
+    return f"{event['bucket']}: {far}{best_so_far}; last {last}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -134,7 +135,7 @@ def import_(ctx: click.Context, files: tuple[Path, ...], db: Path | None) -> Non
 
 def _read(file: Path) -> str:
     if str(file) == "-":
-        return click.get_text_stream("stdin").read()
+        return sys.stdin.read()
     return file.read_text(encoding="utf-8", errors="replace")
 
 

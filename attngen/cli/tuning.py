@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -29,6 +28,7 @@ from attngen.workload import Workload
 if TYPE_CHECKING:
     from attngen.records import RecordKey
     from attngen.store import Trial
+    from attngen.tuner import TuneReport
 
 
 @click.command(cls=Command)
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 def tune(
     spec: AttentionSpec,
     workloads: tuple[Workload, ...],
-    direction: str,
+    direction: Literal["both", "fwd", "bwd"],
     budget: float,
     gpu: GpuInfo | None,
     max_trials: int | None,
@@ -67,28 +67,33 @@ def tune(
     --gpu for a GPU that is not here, everything but the timing is done and the record is marked
     "predicted"; a measured one always outranks it.
     """
-    from attngen.store import Store
     from attngen.tuner import tune as search
 
-    with Store.open(db) if db else nullcontext() as store, tuning_progress() as progress:
+    with tuning_progress(budget) as progress:
         for workload in workloads:
             reports = search(
                 spec,
                 workload,
                 direction=direction,
-                gpu=gpu.name if gpu else None,
+                gpu=gpu,
                 budget=budget,
                 max_trials=max_trials,
                 seed=seed,
                 exhaustive=exhaustive,
-                store=store,
+                store=db,
                 progress=progress,
             )
             for each in reports:
                 if as_json:
-                    print_json(each.as_dict())
+                    print_json(_report_dict(each))
                 else:
                     click.echo(str(each))
+
+
+def _report_dict(report: TuneReport) -> dict[str, Any]:
+    record = report.record.as_dict() if report.record else None
+    named = vars(report) | {"bucket": report.bucket.key, "record": record}
+    return named | {"confidence": report.confidence}
 
 
 @click.command(cls=Command)
@@ -126,7 +131,7 @@ def _trial_keys(path: Path) -> list[RecordKey]:
 
 def _summary(key: RecordKey, trials: list[Trial]) -> dict[str, Any]:
     """What was tried for a key; `best` is the fastest trial, before finalists were re-timed."""
-    best = next((t for t in trials if t.status == "ok" and t.median_us is not None), None)
+    best = next((t for t in trials if t.status == "ok"), None)  # trials come fastest first
     reasons = Counter(t.reason.splitlines()[0] for t in trials if t.status != "ok" and t.reason)
     return {
         "spec": key.text_key,
@@ -155,7 +160,7 @@ def _report_table(summaries: list[dict[str, Any]]) -> str:
             str(each["tried"]),
             *(str(each["outcomes"].get(name, 0)) for name in OUTCOMES),
             microseconds(each["best_us"]),
-            each["best"] or f"none: {each['common_reason'] or 'nothing was timed'}",
+            each["best"] or f"none: {each['common_reason'] or 'nothing has ended'}",
         )
         for each in summaries
     ]

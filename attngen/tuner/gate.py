@@ -106,38 +106,26 @@ def run(each: Case, config: KernelConfig, *, interpret: bool) -> None:
 
 def whole(each: Case) -> Expected:
     """Everything a small case must give, forward and gradients."""
-    found = []
-    for exact in (True, False):
-        dtype = torch.float64 if exact else torch.float32
-        inputs = (each.q, each.k, each.v)
-        leaves = tuple(
-            x.detach().to(dtype).requires_grad_(each.do is not None) for x in inputs
-        )
-        seed = each.seed
-        if exact:
-            out, lse = reference.attention(each.spec, *leaves, seed=seed)
-        else:
-            out, lse = _yardstick(each, leaves)
-        named = {"out": out.detach(), "lse": lse.detach()}
-        if each.do is not None:
-            grads = reference.gradients(out, lse, leaves, each.do)
-            named |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
-        found.append(named)
-    return Expected(*found)
+    return Expected(_whole(each, torch.float64), _whole(each, torch.float32))
+
+
+def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The oracle's results in float64, the yardstick's in float32."""
+    backward = each.do is not None
+    q, k, v = (x.detach().to(dtype).requires_grad_(backward) for x in (each.q, each.k, each.v))
+    if dtype == torch.float64:
+        out, lse = reference.attention(each.spec, q, k, v, seed=each.seed)
+    else:
+        out, lse = reference.yardstick(each.spec, q, k, v, _narrow(each), seed=each.seed)
+    named = {"out": out.detach(), "lse": lse.detach()}
+    if each.do is not None:
+        grads = reference.gradients(out, lse, (q, k, v), each.do)
+        named |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+    return named
 
 
 def _narrow(each: Case) -> torch.dtype | None:
     return None if each.q.dtype == torch.float32 else each.q.dtype
-
-
-def _yardstick(each: Case, leaves: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-    """`reference.yardstick`, from leaves that keep their gradients in float32."""
-    narrow = _narrow(each)
-    q, k, v = leaves
-    out, lse = reference.attention(
-        each.spec, q, k, v, seed=each.seed, math_dtype=torch.float32, round_to=narrow
-    )
-    return reference.rounded(out, narrow, narrow), lse
 
 
 def sampled(each: Case, config: KernelConfig) -> Verdict:

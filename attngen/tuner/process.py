@@ -35,7 +35,7 @@ class Worker:
         self, module: str, *arguments: str, environment: Mapping[str, str | None] | None = None
     ) -> None:
         self.module = module
-        self._stderr = tempfile.TemporaryFile()
+        self._stderr = tempfile.TemporaryFile()  # noqa: SIM115  closed by close()
         self._process = subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
             stdin=subprocess.PIPE,

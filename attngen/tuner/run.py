@@ -1,0 +1,123 @@
+"""`tune`: which directions, on which GPU, into which store."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from attngen import gpu as gpus
+from attngen.errors import SpecError, TuningError
+from attngen.gpu import GpuInfo
+from attngen.resolve import record_key
+from attngen.spec import AttentionSpec
+from attngen.store import Store
+from attngen.tuner.compile_pool import CompilePool
+from attngen.tuner.predict import Prediction
+from attngen.tuner.report import TuneReport
+from attngen.tuner.session import Job, Session
+from attngen.tuner.timing_client import TimingClient
+from attngen.workload import DIRECTIONS, Direction, Workload, spec_bucket
+
+
+def tune(
+    spec: AttentionSpec,
+    workload: Workload,
+    *,
+    direction: Literal["both", "fwd", "bwd"] = "both",
+    gpu: str | GpuInfo | None = None,
+    budget: float = 60.0,
+    max_trials: int | None = None,
+    seed: int = 0,
+    exhaustive: bool = False,
+    store: Store | Path | str | None = None,
+    progress: Callable[[dict[str, Any]], None] | None = None,
+    jobs: int | None = None,
+) -> list[TuneReport]:
+    """Find the fastest correct config for a spec and a workload, and store it.
+
+    A second call under the same key goes on from what the first stored; so does one after Ctrl-C,
+    which keeps everything that was measured.
+
+    Args:
+        spec: what is computed.
+        workload: how large; its bucket is what the result will serve.
+        direction: "fwd", "bwd" or "both".
+        gpu: None for this machine's first visible GPU; a name ("nvidia_h200", "sm_90") or GpuInfo
+            for another. For a GPU that is not here everything but the timing is done, and the
+            record says "predicted".
+        budget: seconds of search for each direction; the last comparison comes on top.
+        max_trials: configs to try for each direction, those of earlier runs counted in.
+        seed: of the search.
+        exhaustive: try every config in the model's order, within budget and max_trials.
+        store: the database, or its path; default `paths.database_path()`.
+        progress: called with a dict for each config tried ("event": "trial") and each winner.
+        jobs: child processes that compile; default all cores but one.
+
+    Returns:
+        One report a direction.
+
+    Raises:
+        TuningError: there is no GPU and none was named, or the workload cannot be set up.
+        NoFeasibleConfigError: no config runs; nothing is stored as a winner.
+        StoreError: the database cannot be written.
+        KeyboardInterrupt: after what was measured is stored.
+    """
+    directions = _directions(direction)
+    _refuse_empty(workload, budget)
+    target = gpus.by_name(gpu) if isinstance(gpu, str) else gpu
+    if target is not None and target.is_interpreter:
+        raise TuningError(
+            "Triton's interpreter is not tuned; name a GPU, one of " + ", ".join(gpus.KNOWN_GPUS)
+        )
+    tell = progress or (lambda event: None)
+    with ExitStack() as stack:
+        if not isinstance(store, Store):
+            store = stack.enter_context(Store.open(store))
+        timer = stack.enter_context(TimingClient())
+        here = timer.gpu
+        if target is None and here is None:
+            raise TuningError(
+                "this machine has no GPU that PyTorch can use; name the one to predict for with "
+                "gpu= (`attngen tune --gpu nvidia_h200`)"
+            )
+        present = here is not None and (target is None or target.device_key == here.device_key)
+        where = here if present else target
+        assert where is not None
+        if not present:
+            timer.close()
+            timer = stack.enter_context(TimingClient(interpret=True))
+        reports = []
+        for each in directions:
+            bucket = spec_bucket(each, spec, workload)
+            key = record_key(spec, bucket, where)
+            job = Job(spec, workload, bucket, where, key, budget, max_trials, seed, exhaustive)
+            timer.open(spec, workload if present else _token(workload), each)
+            with CompilePool(spec, workload, each, where, jobs) as pool:
+                run = Session if present else Prediction
+                reports.append(run(job, store, pool, timer, tell).run())
+        return reports
+
+
+def _directions(direction: str) -> tuple[Direction, ...]:
+    if direction == "both":
+        return DIRECTIONS
+    if direction not in DIRECTIONS:
+        raise SpecError(f'direction must be "fwd", "bwd" or "both", got {direction!r}')
+    return (direction,)
+
+
+def _token(workload: Workload) -> Workload:
+    """The least workload with the same group size: the interpreter checks small shapes only."""
+    return Workload(1, workload.group_size, 1, 16, 16)
+
+
+def _refuse_empty(workload: Workload, budget: float) -> None:
+    sizes = (workload.batch, workload.num_heads_q, workload.seqlen_q, workload.seqlen_k)
+    if 0 in sizes:
+        raise TuningError(
+            f"workload {workload} is empty; every size must be at least 1 to be tuned"
+        )
+    if not budget > 0:
+        raise TuningError(f"budget must be seconds above 0, got {budget!r}")

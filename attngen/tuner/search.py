@@ -1,0 +1,134 @@
+"""Which config to try next: Optuna's TPE, with repeats replaced by neighbours of the best.
+
+Plain TPE stalls on repeats in a space this small, plain pattern search needs good starts; together
+they find the optimum whatever the starts (shared evidence: `tuning.md`, section 5). Sizes are
+coded as one integer an axis. The study lives in memory: the store is what a tuning run resumes
+from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import optuna
+from optuna.distributions import BaseDistribution, IntDistribution
+from optuna.trial import TrialState
+
+from attngen.config import KernelConfig
+from attngen.search_space import Axes, decode, encode, neighbours
+from attngen.workload import Direction
+
+_NEAREST = 8  # how many of the best configs lend their neighbours
+_REFUSED = 2.0  # a config that cannot run counts as this many times the worst
+
+
+class Search:
+    """Asks for configs, each one once.
+
+    Args:
+        order: every config that may be tried, most promising first.
+        space: the axes they lie on.
+        starts: what to try first, in this order (may be off the axes).
+        exhaustive: try `order` as it stands, without a sampler.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        order: Sequence[KernelConfig],
+        space: Axes,
+        starts: Iterable[KernelConfig],
+        *,
+        seed: int = 0,
+        exhaustive: bool = False,
+    ) -> None:
+        self._direction = direction
+        self._order = order
+        self._rank = {config: rank for rank, config in enumerate(order)}
+        self._space = space
+        self._exhaustive = exhaustive
+        self._starts = deque(dict.fromkeys(starts))
+        self._seen: set[KernelConfig] = set()
+        self._next = 0
+        self._asked: dict[KernelConfig, optuna.trial.Trial] = {}
+        self._times: dict[KernelConfig, float] = {}
+        self._axes: dict[str, BaseDistribution] = {
+            name: IntDistribution(0, len(values) - 1) for name, values in space.items()
+        }
+        self._study = _study(seed)
+
+    def ask(self) -> KernelConfig | None:
+        """A config not asked for before; None once there is none left."""
+        config = self._start() or (self._in_order() if self._exhaustive else self._sampled())
+        if config is not None:
+            self._seen.add(config)
+        return config
+
+    def tell(self, config: KernelConfig, median_us: float | None) -> None:
+        """What came of a config: its time, or None if it cannot run. It is not asked for again."""
+        self._seen.add(config)
+        if median_us is not None:
+            self._times[config] = median_us
+        trial = self._asked.pop(config, None) or self._enqueued(config)
+        if trial is None:
+            return
+        worst = max(self._times.values(), default=1.0)
+        trial.set_constraint("cannot run", float(median_us is None))
+        self._study.tell(trial, math.log(median_us or _REFUSED * worst))
+
+    def _start(self) -> KernelConfig | None:
+        while self._starts:
+            config = self._starts.popleft()
+            if config not in self._seen:
+                return config
+        return None
+
+    def _in_order(self) -> KernelConfig | None:
+        while self._next < len(self._order):
+            config = self._order[self._next]
+            if config not in self._seen:
+                return config
+            self._next += 1
+        return None
+
+    def _sampled(self) -> KernelConfig | None:
+        trial = self._study.ask(self._axes)
+        config = decode(self._direction, trial.params, self._space)
+        if config in self._rank and config not in self._seen:
+            self._asked[config] = trial
+            return config
+        self._study.tell(trial, state=TrialState.FAIL)
+        return self._neighbour() or self._in_order()
+
+    def _neighbour(self) -> KernelConfig | None:
+        """The most promising unseen neighbour of the best config that has one."""
+        best = sorted(self._times, key=self._times.__getitem__)[:_NEAREST]
+        for config in best:
+            near = [
+                c
+                for c in neighbours(config, self._space)
+                if c in self._rank and c not in self._seen
+            ]
+            if near:
+                return min(near, key=self._rank.__getitem__)
+        return None
+
+    def _enqueued(self, config: KernelConfig) -> optuna.trial.Trial | None:
+        """A trial of the study for a config that it did not propose; None off the axes."""
+        indices = encode(config, self._space)
+        if indices is None:
+            return None
+        self._study.enqueue_trial(indices)
+        return self._study.ask(self._axes)
+
+
+def _study(seed: int) -> Any:
+    before = optuna.logging.get_verbosity()
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    try:
+        return optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+    finally:
+        optuna.logging.set_verbosity(before)

@@ -1,0 +1,303 @@
+"""One tuning run of one direction: search, check, time, decide, record.
+
+Knows neither processes nor devices: the compiler and the timer are handed in, so that tests can
+play both. Every outcome is committed to the store as it comes, and a later run under the same key
+starts from what is stored.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from attngen import config as configs
+from attngen.config import KernelConfig, default_config
+from attngen.errors import NoFeasibleConfigError
+from attngen.gpu import GpuInfo
+from attngen.records import Record, RecordKey
+from attngen.search_space import axes, candidates, model_order
+from attngen.spec import AttentionSpec
+from attngen.store import Outcome, Store, Trial
+from attngen.timing import HOPELESS
+from attngen.tuner.finals import Finalists, Timer
+from attngen.tuner.report import TuneReport
+from attngen.tuner.search import Search
+from attngen.tuner.seeds import stored_configs
+from attngen.tuner.static_check import Compiled, objection
+from attngen.tuner.timing_client import TrialFailedError
+from attngen.workload import Bucket, Workload
+
+MODEL_SEEDS = 20
+PATIENCE = 40
+"""Measurements without a gain after which the search ends."""
+INTERRUPTED = "interrupted"
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Compiler(Protocol):
+    """Compiles configs in the background."""
+
+    jobs: int
+
+    def submit(self, config: KernelConfig) -> Future[Compiled]: ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """What to tune, and how long."""
+
+    spec: AttentionSpec
+    workload: Workload
+    bucket: Bucket
+    gpu: GpuInfo
+    key: RecordKey
+    budget: float = 60.0
+    max_trials: int | None = None
+    seed: int = 0
+    exhaustive: bool = False
+
+    def default(self) -> KernelConfig | None:
+        """What runs untuned; None if nothing on its list fits."""
+        try:
+            return default_config(self.spec, self.bucket, self.gpu)
+        except NoFeasibleConfigError:
+            return None
+
+
+class Session:
+    """State of one run."""
+
+    def __init__(
+        self, job: Job, store: Store, compiler: Compiler, timer: Timer, progress: Progress
+    ) -> None:
+        self._job = job
+        self._store = store
+        self._compiler = compiler
+        self._timer = timer
+        self._progress = progress
+        self._started = time.monotonic()
+        self._times: dict[KernelConfig, float] = {}
+        self._errors: dict[KernelConfig, float] = {}
+        self._reasons: dict[str, str] = {}
+        self._since_gain = 0
+        self._default = job.default()
+        self._search = self._make_search()
+        self._pending: deque[tuple[KernelConfig, Future[Compiled]]] = deque()
+        self.report = TuneReport(job.bucket.direction, job.bucket)
+
+    def _make_search(self) -> Search:
+        job = self._job
+        space = axes(job.spec, job.bucket, job.gpu)
+        order = model_order(
+            job.spec, job.bucket, job.gpu, candidates(job.spec, job.bucket, job.gpu)
+        )
+        starts = [] if self._default is None else [self._default]
+        starts += stored_configs(self._store, job.spec, job.key, job.bucket, job.gpu)
+        starts += order[:MODEL_SEEDS]
+        direction = job.bucket.direction
+        how = {"seed": job.seed, "exhaustive": job.exhaustive}
+        return Search(direction, order, space, starts, **how)  # type: ignore[arg-type]
+
+    def run(self) -> TuneReport:
+        """Tune.
+
+        Raises:
+            NoFeasibleConfigError: no config ran; lists each with its reason.
+        """
+        self._resume()
+        self._explore()
+        if not self._times:
+            raise self._nothing_ran()
+        held = self._held()
+        if held is not None and self.report.measured == 0:
+            self.report.record = held
+        else:
+            self._decide(held)
+        self.report.seconds = time.monotonic() - self._started
+        return self.report
+
+    # ---- what earlier runs found -------------------------------------------------------------
+
+    def _resume(self) -> None:
+        """Tell the search every stored outcome, in the order in which they came."""
+        for trial in sorted(self._store.trials(self._job.key), key=lambda t: t.date):
+            config = configs.from_dict(self._job.bucket.direction, trial.config)
+            if _must_run_again(trial):
+                continue
+            self.report.resumed += 1
+            self._reasons[trial.config_key] = trial.reason or ""
+            self._note(config, trial.median_us)
+
+    def _held(self) -> Record | None:
+        """The measured winner that is stored for this key."""
+        for record in self._store.winners(self._job.key.text_key):
+            if record.key == self._job.key and record.origin == "measured":
+                return record
+        return None
+
+    # ---- search ------------------------------------------------------------------------------
+
+    def _explore(self) -> None:
+        """Compile ahead and time what compiled, until a stop rule says so."""
+        while True:
+            self._fill()
+            if not self._pending:
+                self.report.stopped_by = self.report.stopped_by or "every config was tried"
+                return
+            compiled = self._next_compiled()
+            if compiled is None:
+                self.report.stopped_by = f"budget of {self._job.budget:g} s"
+                return
+            self.report.tried += 1
+            self._take(compiled)
+
+    def _stop_rule(self) -> str:
+        job = self._job
+        if self._since_gain >= PATIENCE and not job.exhaustive:
+            return f"{PATIENCE} measurements without a gain"
+        taken = self.report.resumed + self.report.tried + len(self._pending)
+        if job.max_trials is not None and taken >= job.max_trials:
+            return f"max_trials {job.max_trials}"
+        if self._elapsed() >= job.budget:
+            return f"budget of {job.budget:g} s"
+        return ""
+
+    def _elapsed(self) -> float:
+        return time.monotonic() - self._started
+
+    def _fill(self) -> None:
+        """Keep two compilations a child under way."""
+        while len(self._pending) < 2 * self._compiler.jobs:
+            self.report.stopped_by = self._stop_rule()
+            config = None if self.report.stopped_by else self._search.ask()
+            if config is None:
+                return
+            self._pending.append((config, self._compiler.submit(config)))
+
+    def _next_compiled(self) -> Compiled | None:
+        """A compiled config, of several the one that spills least; None when time is up."""
+        futures = [future for _, future in self._pending]
+        left = self._job.budget - self._elapsed()
+        wait(
+            futures,
+            timeout=None if not self._times else max(left, 0.0),
+            return_when=FIRST_COMPLETED,
+        )
+        ready = [(config, future) for config, future in self._pending if future.done()]
+        if not ready:
+            for _, future in self._pending:
+                future.cancel()
+            return None
+        best = min(ready, key=lambda pair: pair[1].result().stack_bytes)
+        self._pending.remove(best)
+        return best[1].result()
+
+    def _take(self, compiled: Compiled) -> None:
+        """Refuse or time a compiled config, and record what came of it."""
+        config = compiled.config
+        if (why := objection(compiled, self._job.gpu)) is not None:
+            self._refuse(config, why.status, why.kind, why.reason)
+            return
+        trial = self._store.begin_trial(self._job.key, config)
+        if trial.status != "running":
+            self._refuse(config, "skipped", trial.status, trial.reason or trial.status)
+            return
+        best = min(self._times.values(), default=None)
+        try:
+            found = self._timer.measure(config, None if best is None else HOPELESS * best)
+        except TrialFailedError as error:
+            self._refuse(config, error.status, error.kind, error.reason)
+            return
+        except KeyboardInterrupt:
+            self._store.finish_trial(self._job.key, config, "skipped", reason=INTERRUPTED)
+            raise
+        self._store.finish_trial(
+            self._job.key,
+            config,
+            "ok",
+            median_us=found.median_us,
+            spread_us=found.spread_us,
+            reason="stopped early: an estimate" if found.stopped else None,
+        )
+        self.report.measured += 1
+        if found.error is not None:
+            self._errors[config] = found.error
+        self._note(config, found.median_us)
+        self._tell_progress(config, "ok", found.median_us)
+
+    def _note(self, config: KernelConfig, median_us: float | None) -> None:
+        """Pass an outcome on to the search and the stop rule."""
+        self._search.tell(config, median_us)
+        if median_us is None:
+            return
+        self._since_gain += 1
+        if median_us < min(self._times.values(), default=float("inf")):
+            self._since_gain = 0
+        self._times[config] = median_us
+
+    def _refuse(self, config: KernelConfig, status: Outcome, kind: str, reason: str) -> None:
+        """Record that a config gave no time."""
+        self._store.finish_trial(self._job.key, config, status, reason=reason)
+        self._times.pop(config, None)
+        self._reasons[config.key] = reason
+        if status == "skipped":
+            self.report.skipped[kind] += 1
+        else:
+            self.report.failed.append((config.key, reason))
+        self._search.tell(config, None)
+        self._tell_progress(config, status, None)
+
+    def _tell_progress(self, config: KernelConfig, status: str, median_us: float | None) -> None:
+        self._progress(
+            {
+                "event": "trial",
+                "bucket": self._job.bucket.key,
+                "config": config.key,
+                "status": status,
+                "reason": self._reasons.get(config.key),
+                "median_us": median_us,
+                "best_us": min(self._times.values(), default=None),
+                "tried": self.report.tried,
+                "measured": self.report.measured,
+                "seconds": self._elapsed(),
+            }
+        )
+
+    def _nothing_ran(self) -> NoFeasibleConfigError:
+        job = self._job
+        tried: Sequence[str] = [f"{config}: {why}" for config, why in self._reasons.items()]
+        return NoFeasibleConfigError(
+            f"no {job.bucket.direction} config of {job.spec.text_key} runs on {job.gpu.name}; "
+            f"tried {len(tried)}:\n  "
+            + "\n  ".join(tried or ["none: the space is empty"])
+            + "\nuse a smaller head_dim or a 16-bit dtype, or raise the budget"
+        )
+
+    # ---- decision ----------------------------------------------------------------------------
+
+    def _decide(self, held: Record | None) -> None:
+        """Re-measure the best against each other and store the winner."""
+        finalists = Finalists(self._timer, self._times, self._default, held, self._errors)
+        finalists.play(self._refuse)
+        if not finalists.results:
+            raise self._nothing_ran()
+        for config, found in finalists.results.items():
+            self._store.finish_trial(
+                self._job.key, config, "ok", median_us=found.median_us, spread_us=found.spread_us
+            )
+        self.report.record = finalists.record(self._job.key, self._job.bucket.direction)
+        self._store.record_winner(self.report.record)
+        self._progress(
+            {"event": "winner", "bucket": self._job.bucket.key, "config": self.report.record.config}
+        )
+
+
+def _must_run_again(trial: Trial) -> bool:
+    """Did an earlier run leave a config without a verdict, or with a predicted one?"""
+    if trial.status == "ok":
+        return trial.median_us is None
+    return trial.status in ("running", "crashed") or trial.reason == INTERRUPTED

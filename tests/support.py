@@ -1,0 +1,146 @@
+"""What the tests share: inputs, the oracle of tests/cases, and comparisons with it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import attngen
+from attngen.config import BwdConfig, FwdConfig
+
+REPO = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(REPO / "tests" / "cases"))
+
+import oracle  # noqa: E402  (lies beside the cases, outside any package)
+
+SMALL_FWD = FwdConfig(block_m=16, block_n=16, num_warps=1, num_stages=1)
+SMALL_BWD = BwdConfig(
+    block_m=16,
+    block_n=16,
+    num_warps=1,
+    num_stages=1,
+    dq_block_m=16,
+    dq_block_n=16,
+    dq_num_warps=1,
+    dq_num_stages=1,
+)
+"""Tiles so small that short sequences still span several."""
+
+
+def make_qkv(
+    batch: int = 1,
+    heads: int = 2,
+    seqlen_q: int = 20,
+    seqlen_k: int | None = None,
+    dim: int = 16,
+    *,
+    heads_kv: int | None = None,
+    dim_v: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Random q, k, v as (batch, heads, seqlen, dim) leaves that require grad."""
+    generator = torch.Generator().manual_seed(seed)
+    seqlen_k = seqlen_q if seqlen_k is None else seqlen_k
+    shapes = (
+        (batch, heads, seqlen_q, dim),
+        (batch, heads_kv or heads, seqlen_k, dim),
+        (batch, heads_kv or heads, seqlen_k, dim_v or dim),
+    )
+    q, k, v = (
+        torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+        for shape in shapes
+    )
+    return q, k, v
+
+
+def oracle_options(
+    options: dict[str, Any], batch: int, heads: int, seqlen_q: int, seqlen_k: int
+) -> dict[str, Any]:
+    """Options of `attngen.attention` in the oracle's words."""
+    causal = options.get("causal", False)
+    named: dict[str, Any] = {
+        "causal": causal is not False,
+        "align": "top_left" if causal == "top_left" else "bottom_right",
+        "window": options.get("window"),
+        "scale": options.get("softmax_scale"),
+        "softcap": options.get("softcap") or 0.0,
+    }
+    if options.get("dropout_p"):
+        p, seed = options["dropout_p"], options["dropout_seed"]
+        keep = attngen.dropout_keep(seed, batch, heads, seqlen_q, seqlen_k, p)
+        named |= {"dropout_p": p, "keep": keep}
+    return named
+
+
+def assert_exact(
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: dict[str, Any] | None = None,
+    *,
+    with_lse_gradient: bool = True,
+) -> None:
+    """`attend(q, k, v)` -> (out, lse) and all its gradients are as good as plain PyTorch's.
+
+    The judge is the cases': twice the error of PyTorch in the same dtype plus a rounding band.
+    `options` are those of `attngen.attention`, for the oracle.
+    """
+    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    named = oracle_options(options or {}, *sizes)
+    out, lse = attend(q, k, v)
+    do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
+    loss, grads = [out], [do]
+    dlse = None
+    if with_lse_gradient:
+        dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(2)).to(lse.device)
+        loss.append(lse)
+        grads.append(dlse.masked_fill(torch.isinf(lse.detach()), 0.0))
+    got = torch.autograd.grad(loss, (q, k, v), grads)
+    inputs = dict(zip("qkv", (q, k, v), strict=True))
+    narrow = q.dtype if q.dtype != torch.float32 else None
+
+    def solve(**how: Any) -> tuple[Any, dict[str, Tensor]]:
+        leaf = how.get("math_dtype", torch.float64)
+        return oracle.gradients(
+            lambda **x: oracle.attention(**x, **named, **how), inputs, do, dlse, leaf_dtype=leaf
+        )
+
+    right, right_grads = solve()
+    yard, yard_grads = solve(math_dtype=torch.float32, round_to=narrow)
+    rows = [("out", out, right.out, yard.out, q.dtype), ("lse", lse, right.lse, yard.lse, lse.dtype)]
+    rows += [
+        (f"d{name}", grad, right_grads[name], yard_grads[name], q.dtype)
+        for name, grad in zip("qkv", got, strict=True)
+    ]
+    for name, actual, want, about, dtype in rows:
+        good, why = oracle.judge(actual, want, dtype, yard=about)
+        assert good, f"{name}: {why}"
+
+
+def assert_close(actual: Iterable[Tensor], wanted: Iterable[Tensor], atol: float = 2e-5) -> None:
+    """Two sets of float32 results agree: same shapes, no NaN, difference at most atol."""
+    for number, (a, w) in enumerate(zip(actual, wanted, strict=True)):
+        torch.testing.assert_close(a, w, atol=atol, rtol=0, msg=lambda m, n=number: f"[{n}] {m}")
+
+
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a fresh process, from the repository."""
+    import os
+
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REPO,
+        env={**os.environ, **environment},
+        timeout=300,
+    )

@@ -1,0 +1,501 @@
+"""The command line: what it prints where, its exit codes, and every way of getting it wrong."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+from samples import CONFIG, H100, KEY, MEASURED, PREDICTED, at, faster, under
+
+from attngen.cli import main
+from attngen.config import BwdConfig, FwdConfig
+from attngen.gpu import by_name
+from attngen.render import render
+from attngen.spec import AttentionSpec
+from attngen.store import Store
+
+SPEC = "head_dim=64,dtype=float32,causal=true"
+SIZES = "1,2,1,8,8"
+FWD = "block_m=64,block_n=32,num_warps=4,num_stages=1"
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of its own, so that no test sees or changes the user's."""
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("ATTNGEN_DB", raising=False)
+    return tmp_path
+
+
+def attngen(*arguments: str | int | Path, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, [str(each) for each in arguments], input=stdin)
+
+
+def fails(result: Result, code: int, *words: str) -> None:
+    """Exit code `code`, nothing on stdout, one line on stderr that holds the words."""
+    assert (result.exit_code, result.stdout) == (code, ""), result.output
+    (line,) = result.stderr.splitlines()
+    for word in words:
+        assert word in line
+    assert "Traceback" not in line
+
+
+def json_lines(result: Result) -> list[dict[str, Any]]:
+    assert result.exit_code == 0, result.output
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def stored(path: Path, *records: Any) -> Path:
+    with Store.open(path) as store:
+        for record in records:
+            store.record_winner(record)
+    return path
+
+
+# ---- wrong usage: exit code 2 ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        pytest.param("tun", ("'tun'", "'tune'", "--help"), id="unknown-command"),
+        pytest.param("emit --bogus", ("--bogus", "attngen emit --help"), id="unknown-option"),
+        pytest.param("emit", ("SPEC", "attngen emit --help"), id="no-spec"),
+        pytest.param("tune head_dim=64", ("--workload", "attngen tune --help"), id="no-workload"),
+        pytest.param(
+            "emit head_dim=64,casual=true", ("'casual'", "'causal'", "fields"), id="unknown-field"
+        ),
+        pytest.param("emit head_dim=9999", ("9999", "1 to 512", "smaller"), id="head-dim"),
+        pytest.param("emit head_dim", ("'head_dim'", "head_dim=128"), id="no-equals"),
+        pytest.param("emit dtype=float16", ("lacks head_dim", "head_dim=128"), id="no-head-dim"),
+        pytest.param("emit head_dim=64,dtype=fp16", ("'fp16'", "float16"), id="dtype"),
+        pytest.param("emit head_dim=64,dropout_p=nan", ("nan", "0 to 1"), id="dropout"),
+        pytest.param("emit head_dim=64,window=3", ("'3'", "LEFT:RIGHT"), id="window"),
+        pytest.param("emit head_dim=64,bias=true", ("bias", "not built"), id="not-built"),
+        pytest.param(
+            "explain head_dim=64 --workload 1,2,3", ("'1,2,3'", "4,32,8"), id="workload-short"
+        ),
+        pytest.param(
+            "explain head_dim=64 --workload 1,3,2,4,4", ("3 and 2", "multiple"), id="heads"
+        ),
+        pytest.param(
+            "tune head_dim=64 --workload 1,2,2,4,4 --gpu nvidia_h2000",
+            ("'nvidia_h2000'", "'nvidia_h200'", "sm_90"),
+            id="gpu",
+        ),
+        pytest.param(
+            "tune head_dim=64 --workload 1,2,2,4,4 --direction up", ("'up'", "fwd"), id="direction"
+        ),
+        pytest.param(
+            "tune head_dim=64 --workload 1,2,2,4,4 --budget 0", ("0", "--budget"), id="budget"
+        ),
+        pytest.param("bench head_dim=64 --rounds 0", ("0", "x>=1"), id="rounds"),
+        pytest.param("emit head_dim=64 --config block_m", ("'block_m'", "="), id="config-equals"),
+        pytest.param(
+            "emit head_dim=64 --config block_m=64", ("block_n", "incomplete"), id="config-short"
+        ),
+        pytest.param(
+            f"emit head_dim=64 --config {FWD},blok_m=3", ("'blok_m'", "'block_m'"), id="config-name"
+        ),
+        pytest.param(
+            f"emit head_dim=64 --config {FWD.replace('64', '48')}",
+            ("block_m=48", "power of two"),
+            id="config-value",
+        ),
+        pytest.param(
+            f"emit head_dim=64 --config {FWD.replace('64', 'x')}", ("'x'", "int"), id="config-int"
+        ),
+        pytest.param(
+            f"emit head_dim=64 --config {FWD},tiles=tma",
+            ("'tma'", "descriptor"),
+            id="config-choice",
+        ),
+        pytest.param(
+            f"emit head_dim=512 --gpu sm_86 --config {FWD}", ("bytes", "sm_86"), id="config-too-big"
+        ),
+        pytest.param(
+            f"verify head_dim=64 --config {FWD}", ("--direction fwd",), id="config-two-directions"
+        ),
+        pytest.param("import /nowhere/x.jsonl", ("/nowhere/x.jsonl", "exist"), id="no-file"),
+        pytest.param("merge /nowhere/x.db --into y.db", ("/nowhere/x.db",), id="no-database"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(line: str, words: tuple[str, ...]) -> None:
+    fails(attngen(*line.split()), 2, *words)
+
+
+def test_no_command_shows_the_commands() -> None:
+    result = attngen()
+    assert result.exit_code == 2
+    assert "tune" in result.stderr
+
+
+# ---- failures: exit code 1 ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["list", "export", "report"])
+def test_file_that_is_no_database_is_named(command: str, place: Path) -> None:
+    bad = place / "bad.db"
+    bad.write_text("these are not the bytes of a database, and they go on for a while " * 20)
+    fails(attngen(command, "--db", bad), 1, str(bad), "no SQLite database", "set it aside")
+
+
+def test_import_into_file_that_is_no_database(place: Path) -> None:
+    (place / "bad.db").write_text("not a database " * 100)
+    (place / "x.jsonl").write_text(MEASURED.to_line())
+    fails(attngen("import", place / "x.jsonl", "--db", place / "bad.db"), 1, "no SQLite database")
+
+
+def test_export_of_nothing_fails() -> None:
+    fails(attngen("export", "--gpu", "nvidia_a100"), 1, "nvidia_a100", "attngen tune")
+
+
+def test_output_into_missing_folder(place: Path) -> None:
+    target = place / "none" / "kernel.py"
+    fails(attngen("emit", SPEC, "--gpu", "sm_90", "--out", target), 1, str(target.parent))
+
+
+def test_bench_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    fails(attngen("bench", SPEC), 1, "CUDA device", "attngen doctor")
+
+
+def test_spec_that_fits_no_config() -> None:
+    spec = "head_dim=512,dtype=float32"
+    result = attngen("explain", spec, "--workload", "1,1,1,4096,4096", "--gpu", "sm_86")
+    fails(result, 1, "no bwd config fits", "smaller head_dim")
+
+
+# ---- tune -----------------------------------------------------------------------------------
+
+
+class FakeReport:
+    """What `tune` returns, as far as the command line reads it."""
+
+    def __init__(self) -> None:
+        from attngen.workload import Bucket
+
+        self.bucket = Bucket("fwd", 8, 8, 2, 2, 0)
+        self.record = MEASURED
+        self.tried = 3
+
+    confidence = "clear"
+
+    def __str__(self) -> str:
+        return "a report"
+
+
+@pytest.fixture
+def fake_tune(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Replaces the tuner; gives the list of its calls' arguments."""
+    calls: list[dict[str, Any]] = []
+
+    def tune(
+        spec: AttentionSpec, workload: Any, *, progress: Any, **named: Any
+    ) -> list[FakeReport]:
+        calls.append({"spec": spec, "workload": workload, **named})
+        trial = {"event": "trial", "bucket": "fwd-q8", "status": "ok", "tried": 1, "measured": 1}
+        progress(trial | {"best_us": 12.34, "reason": None})
+        progress({"event": "winner", "bucket": "fwd-q8", "config": {"block_m": 64}})
+        return [FakeReport()]
+
+    put_tuner(monkeypatch, tune)
+    return calls
+
+
+def put_tuner(monkeypatch: pytest.MonkeyPatch, tune: Any) -> None:
+    module = types.ModuleType("attngen.tuner")
+    module.tune = tune  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "attngen.tuner", module)
+
+
+def test_tune_hands_every_option_on(fake_tune: list[dict[str, Any]], place: Path) -> None:
+    sizes = ("--workload", SIZES, "--workload", "2,2,1,8,8")
+    limits = ("--budget", 5, "--max-trials", 7, "--exhaustive", "--seed", 3)
+    result = attngen(
+        "tune", SPEC, *sizes, *limits, "--direction", "fwd", "--gpu", "sm_90", "--db", place / "t.db"
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "a report\na report\n"
+    first, second = fake_tune
+    assert (str(first.pop("workload")), str(second["workload"])) == (SIZES, "2,2,1,8,8")
+    assert first == {
+        "spec": AttentionSpec.parse(SPEC),
+        "direction": "fwd",
+        "gpu": by_name("sm_90"),
+        "budget": 5.0,
+        "max_trials": 7,
+        "seed": 3,
+        "exhaustive": True,
+        "store": place / "t.db",
+    }
+
+
+def test_tune_says_progress_on_stderr_and_json_on_stdout(fake_tune: list[dict[str, Any]]) -> None:
+    result = attngen("tune", SPEC, "--workload", SIZES, "--json")
+    (report,) = json_lines(result)
+    assert report["tried"] == 3
+    assert report["record"]["median_us"] == 100.0
+    assert "best 12.3 us; last ok" in result.stderr
+    assert "winner block_m=64" in result.stderr
+
+
+def test_tune_interrupted_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*args: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    put_tuner(monkeypatch, interrupted)
+    fails(
+        attngen("tune", SPEC, "--workload", SIZES), 130, "measured trials are kept", "same command"
+    )
+
+
+def test_unexpected_error_has_a_traceback_only_with_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **named: Any) -> None:
+        raise ZeroDivisionError("on\ntwo lines")
+
+    put_tuner(monkeypatch, broken)
+    line = ("tune", SPEC, "--workload", SIZES)
+    fails(attngen(*line), 1, "ZeroDivisionError: on two lines", "--debug")
+    for arguments in (("--debug", *line), (*line, "--debug")):
+        result = attngen(*arguments)
+        assert result.exit_code == 1
+        assert "Traceback" in result.stderr
+
+
+def test_report_counts_outcomes(place: Path) -> None:
+    slow = FwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+    with Store.open(place / "t.db") as store:
+        store.finish_trial(KEY, CONFIG, "ok", median_us=50.0)
+        store.finish_trial(KEY, slow, "failed", reason="wrong by 0.5\nmore")
+    (summary,) = json_lines(attngen("report", "--db", place / "t.db", "--json"))
+    assert summary["outcomes"] == {"ok": 1, "failed": 1}
+    assert (summary["best"], summary["best_us"]) == (CONFIG.key, 50.0)
+    assert summary["common_reason"] == "wrong by 0.5"
+    table = attngen("report", "--db", place / "t.db").stdout
+    assert CONFIG.key in table
+    assert KEY.bucket in table
+
+
+def test_report_of_nothing(place: Path) -> None:
+    result = attngen("report", "--db", place / "none.db")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "attngen tune" in result.stderr
+
+
+# ---- emit, explain, verify ------------------------------------------------------------------
+
+
+def test_emit_prints_what_render_gives() -> None:
+    config = FwdConfig(block_m=64, block_n=32, num_warps=4, num_stages=1)
+    result = attngen("emit", SPEC, "--config", FWD)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == render(AttentionSpec.parse(SPEC), config)
+
+
+def test_emit_reads_the_spec_and_config_of_an_emitted_header() -> None:
+    spec = "head_dim=96,dtype=float16,causal=true,window=any:none,dropout_p=any,softcap=any"
+    first = attngen("emit", spec, "--gpu", "nvidia_h200", "--direction", "bwd").stdout
+    ast.parse(first)
+    (key,) = [line.split()[1] for line in first.splitlines() if line.startswith("  spec ")]
+    assert key == spec
+    config = BwdConfig(block_m=32, block_n=64, num_warps=4, num_stages=1).key
+    again = attngen("emit", key, "--gpu", "nvidia_h200", "--direction", "bwd", "--config", config)
+    assert again.exit_code == 0, again.output
+
+
+def test_emit_writes_a_file(place: Path) -> None:
+    target = place / "kernel.py"
+    result = attngen("emit", SPEC, "--config", FWD, "--out", target)
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert str(target) in result.stderr
+    assert target.read_text() == attngen("emit", SPEC, "--config", FWD).stdout
+    assert [path.name for path in place.glob("*kernel*")] == ["kernel.py"]
+
+
+def test_explain_uses_the_users_record(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngen.resolve import record_key
+    from attngen.workload import Workload, spec_bucket
+
+    spec, h200 = AttentionSpec.parse(KEY.text_key), by_name("nvidia_h200")
+    bucket = spec_bucket("fwd", spec, Workload(2, 32, 4, 4096, 4096))
+    from dataclasses import replace
+
+    record = replace(MEASURED, key=record_key(spec, bucket, h200))
+    monkeypatch.setenv("ATTNGEN_DB", str(stored(place / "mine.db", record)))
+    line = ("explain", spec.key, "--workload", "2,32,4,4096,4096", "--gpu", "nvidia_h200")
+    (found,) = json_lines(attngen(*line, "--direction", "fwd", "--json"))
+    assert found["choices"][0]["tier"] == "user"
+    assert found["choices"][0]["config"] == CONFIG.as_dict()
+    text = attngen(*line).stdout
+    assert "measured 100.0 us, default 130.0 us" in text
+    assert "the default config is used" in text  # of the backward, which has no record
+
+
+@pytest.mark.filterwarnings("default")
+def test_explain_goes_on_without_a_damaged_database(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place / "bad.db").write_text("not a database " * 100)
+    monkeypatch.setenv("ATTNGEN_DB", str(place / "bad.db"))
+    result = attngen("explain", SPEC, "--workload", SIZES, "--gpu", "sm_90")
+    assert result.exit_code == 0
+    assert "no SQLite database" in result.stdout
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith("attngen: warning: ")
+
+
+def test_verify_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks = json_lines(attngen("verify", "head_dim=16,dtype=float32,causal=true", "--json"))
+    assert {check["result"] for check in checks} == {"out", "lse", "dq", "dk", "dv"}
+    assert all(check["ok"] for check in checks)
+
+
+def test_verify_runs_the_named_config(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+    monkeypatch.setattr("attngen.resolve.kernel", spy(ran, "attngen.kernel", "kernel"))
+    line = ("verify", "head_dim=16,dtype=float32", "--direction", "fwd", "--workload", "1,1,1,9,9")
+    result = attngen(*line, "--config", FWD)
+    assert result.exit_code == 0, result.output
+    assert {config.key for _, config, _ in ran} == {
+        FwdConfig(block_m=64, block_n=32, num_warps=4, num_stages=1).key
+    }
+    assert "1,1,1,9,9" in result.stdout
+
+
+def spy(calls: list[Any], module: str, name: str) -> Any:
+    original = getattr(__import__(module, fromlist=[name]), name)
+
+    def called(*arguments: Any) -> Any:
+        calls.append(arguments)
+        return original(*arguments)
+
+    return called
+
+
+def test_verify_exits_1_on_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngen import api
+
+    def wrong(spec: AttentionSpec) -> Any:
+        attend = api.compile(spec)
+
+        def call(*tensors: Any, **named: Any) -> Any:
+            out, lse = attend(*tensors, **named)
+            return out * 1.01, lse
+
+        return call
+
+    monkeypatch.setattr("attngen.verify.compile", wrong)
+    result = attngen("verify", "head_dim=16,dtype=float32", "--direction", "fwd")
+    assert result.exit_code == 1
+    assert "WRONG" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert "disagree with float64" in line
+    assert "head_dim=16" in line
+
+
+# ---- list, export, import, merge ------------------------------------------------------------
+
+
+@pytest.fixture
+def no_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attngen.records.shipped", lambda: ())
+
+
+@pytest.mark.usefixtures("no_shipped")
+def test_list_shows_winners_of_a_gpu(place: Path) -> None:
+    path = stored(place / "t.db", MEASURED, under(PREDICTED, device_key=H100.device_key))
+    assert len(json_lines(attngen("list", "--db", path, "--json"))) == 2
+    (only,) = json_lines(attngen("list", "--db", path, "--gpu", "nvidia_h200", "--json"))
+    assert (only["source"], only["median_us"]) == ("user", 100.0)
+    head, *rows = attngen("list", "--db", path).stdout.splitlines()
+    assert head.split()[:2] == ["source", "gpu"]
+    assert len(rows) == 2
+    assert any("1.30x" in row for row in rows)
+
+
+@pytest.mark.usefixtures("no_shipped")
+def test_list_of_nothing() -> None:
+    result = attngen("list", "--gpu", "nvidia_a100")
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "nvidia_a100" in result.stderr
+
+
+def test_export_then_import_is_the_same(place: Path) -> None:
+    source = stored(place / "a.db", MEASURED, at(seqlen_q=64))
+    assert attngen("export", "--db", source, "--out", place / "x.jsonl").exit_code == 0
+    result = attngen("import", place / "x.jsonl", "--db", place / "b.db")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "2 added, 0 replaced, 0 kept, 0 rejected" in result.stdout
+    assert attngen("export", "--db", place / "b.db").stdout == (place / "x.jsonl").read_text()
+
+
+def test_import_names_bad_lines_and_keeps_the_good_ones(place: Path) -> None:
+    lines = f"{MEASURED.to_line()}\nnot json\n"
+    result = attngen("import", "-", "--db", place / "t.db", stdin=lines)
+    assert result.exit_code == 1
+    assert "1 added, 0 replaced, 0 kept, 1 rejected" in result.stdout
+    (line,) = result.stderr.splitlines()
+    assert "line 2: not JSON" in line
+
+
+def test_merge_keeps_the_better(place: Path) -> None:
+    sources = stored(place / "a.db", faster(1.1)), stored(place / "b.db", faster(1.5))
+    into = place / "c.db"
+    assert attngen("merge", *sources, "--into", into).exit_code == 0
+    with Store.open(into) as store:
+        assert store.winners() == [faster(1.5)]
+
+
+def test_merge_writes_nothing_if_a_source_is_damaged(place: Path) -> None:
+    (place / "bad.db").write_text("not a database " * 100)
+    sources = stored(place / "a.db", MEASURED), place / "bad.db"
+    fails(attngen("merge", *sources, "--into", place / "c.db"), 1, "bad.db", "no SQLite database")
+    assert not (place / "c.db").exists()
+
+
+# ---- as a process ---------------------------------------------------------------------------
+
+
+def python(*arguments: str, **named: Any) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments], stderr=subprocess.PIPE, text=True, **named
+    )
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, attngen.cli\n"
+        "heavy = {'torch', 'triton', 'numpy', 'optuna', 'sqlite_utils', 'rich', 'jinja2'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or None)"
+    )
+    process = python("-c", code)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 0
+
+
+def test_closed_pipe_is_quiet() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    process = python("-m", "attngen", "emit", SPEC, "--config", FWD, stdout=writer)
+    os.close(writer)
+    assert process.communicate()[1] == ""
+
+
+def test_ctrl_c_ends_a_process_with_130(place: Path) -> None:
+    fifo = place / "never.jsonl"
+    os.mkfifo(fifo)
+    process = python("-m", "attngen", "import", str(fifo), stdout=subprocess.PIPE)
+    with fifo.open("w"):  # opens when the process is reading, and holds it there
+        process.send_signal(signal.SIGINT)
+        out, error = process.communicate(timeout=60)
+    assert (process.returncode, out, error) == (130, "", "attngen: interrupted\n")

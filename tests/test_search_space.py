@@ -1,0 +1,219 @@
+"""Candidates, their order, and single steps between them; and the sampler over them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from attngen.config import BwdConfig, FwdConfig, KernelConfig, default_config, infeasible
+from attngen.gpu import by_name
+from attngen.search_space import (
+    axes,
+    candidates,
+    decode,
+    encode,
+    kernel_parts,
+    known_starts,
+    model_order,
+    neighbours,
+)
+from attngen.spec import AttentionSpec
+from attngen.tuner.search import Search
+from attngen.workload import Direction, Workload, spec_bucket
+
+H200, A10G = by_name("nvidia_h200"), by_name("nvidia_a10g")
+CAUSAL = AttentionSpec(head_dim=128, causal=True)
+SPECS = [
+    pytest.param(CAUSAL, id="d128"),
+    pytest.param(AttentionSpec(head_dim=256), id="d256"),
+    pytest.param(AttentionSpec(head_dim=40, head_dim_v=36), id="no-tma"),
+    pytest.param(AttentionSpec(head_dim=64, dtype="float32"), id="float32"),
+    pytest.param(AttentionSpec(head_dim=64, deterministic=True), id="deterministic"),
+    pytest.param(AttentionSpec(head_dim=64, batch_invariant=True), id="batch-invariant"),
+]
+DIRECTIONS: list[Direction] = ["fwd", "bwd"]
+
+
+def bucket_of(direction: Direction, spec: AttentionSpec = CAUSAL, seqlen: int = 4096):
+    return spec_bucket(direction, spec, Workload(2, 16, 4, seqlen, seqlen))
+
+
+@pytest.mark.parametrize("gpu", [H200, A10G], ids=lambda gpu: gpu.name)
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("spec", SPECS)
+def test_candidates_are_feasible_distinct_and_ordered_completely(spec, direction, gpu):
+    bucket = bucket_of(direction, spec)
+    found = candidates(spec, bucket, gpu)
+    assert found
+    assert len(set(found)) == len(found)
+    sample = found[:: max(1, len(found) // 200)]
+    assert not any(infeasible(spec, config, gpu) for config in sample)
+    order = model_order(spec, bucket, gpu, found)
+    assert len(order) == len(found) and set(order) == set(found)
+    assert order == model_order(spec, bucket, gpu, reversed(found))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_candidates_are_all_that_is_feasible(direction):
+    """The backward checks its two kernels apart; that must lose and add nothing."""
+    spec = AttentionSpec(head_dim=256)
+    bucket = bucket_of(direction, spec, 64)
+    space = axes(spec, bucket, A10G)
+    sizes = [len(values) for values in space.values()]
+    every: set[KernelConfig] = set()
+    for number in range(_product(sizes)):
+        indices = {}
+        for name, size in zip(space, sizes, strict=True):
+            number, indices[name] = divmod(number, size)
+        config = decode(direction, indices, space)
+        if not infeasible(spec, config, A10G):
+            every.add(config)
+    assert set(candidates(spec, bucket, A10G)) == every
+
+
+def _product(sizes: list[int]) -> int:
+    total = 1
+    for size in sizes:
+        total *= size
+    return total
+
+
+@pytest.mark.parametrize("seqlen", [1, 16, 33])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_blocks_do_not_exceed_the_lengths(direction, seqlen):
+    bucket = bucket_of(direction, CAUSAL, seqlen)
+    longest = max(16, bucket.seqlen_q)
+    for config in candidates(CAUSAL, bucket, H200):
+        for name, value in config.as_dict().items():
+            assert "block" not in name or value <= longest
+
+
+def test_descriptors_need_tma_and_aligned_rows():
+    odd = AttentionSpec(head_dim=40, head_dim_v=36)
+    assert axes(CAUSAL, bucket_of("fwd"), H200)["tiles"] == ("pointer", "descriptor")
+    assert axes(CAUSAL, bucket_of("fwd"), A10G)["tiles"] == ("pointer",)
+    assert axes(odd, bucket_of("fwd", odd), H200)["tiles"] == ("pointer",)
+
+
+def test_atomics_are_left_out_of_a_deterministic_spec():
+    spec = AttentionSpec(head_dim=64, deterministic=True)
+    assert all(c.dq == "kernel" for c in candidates(spec, bucket_of("bwd", spec), H200))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_neighbours_change_one_field_and_one_kernel(direction):
+    bucket = bucket_of(direction)
+    space = axes(CAUSAL, bucket, H200)
+    for config in candidates(CAUSAL, bucket, H200)[::97]:
+        for near in neighbours(config, space):
+            old, new = config.as_dict(), near.as_dict()
+            kinds = (config.tiles, getattr(config, "dq", None))
+            changed = [name for name in old.keys() & new.keys() if old[name] != new[name]]
+            assert len(changed) == 1
+            assert config in neighbours(near, space) or getattr(near, "dq", "") == "atomic"
+            if kinds == (near.tiles, getattr(near, "dq", None)):
+                before, after = kernel_parts(config), kernel_parts(near)
+                assert sum(before[name] != after[name] for name in before) == 1
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_encode_and_decode_are_inverse(direction):
+    bucket = bucket_of(direction)
+    space = axes(CAUSAL, bucket, H200)
+    for config in candidates(CAUSAL, bucket, H200)[::31]:
+        indices = encode(config, space)
+        assert indices is not None and decode(direction, indices, space) == config
+
+
+def test_a_config_off_the_axes_has_no_code():
+    off = FwdConfig(block_m=128, block_n=64, num_warps=16, num_stages=2)
+    assert encode(off, axes(CAUSAL, bucket_of("fwd"), H200)) is None
+
+
+@pytest.mark.parametrize(
+    ("dim", "direction", "first"),
+    [
+        (128, "fwd", FwdConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)),
+        (64, "fwd", FwdConfig(block_m=128, block_n=128, num_warps=4, num_stages=3)),
+        (256, "fwd", FwdConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),
+    ],
+)
+def test_known_good_starts_lead(dim, direction, first):
+    spec = AttentionSpec(head_dim=dim, causal=True)
+    bucket = bucket_of(direction, spec)
+    order = model_order(spec, bucket, H200, candidates(spec, bucket, H200))
+    assert first in order[:2]
+    assert order[0].tiles == "descriptor"
+    assert order[: len(known_starts(spec, bucket, H200))] == known_starts(spec, bucket, H200)
+
+
+def test_search_space_needs_neither_torch_nor_triton():
+    code = "import sys, attngen.search_space; assert not {'torch', 'triton'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- the sampler ----------------------------------------------------------------------------
+
+
+def surface(config: KernelConfig) -> float:
+    """A synthetic time with one best tile away from the model's favourites."""
+    wanted = {"block_m": 64, "block_n": 32, "num_warps": 2, "num_stages": 4}
+    off = sum(abs(getattr(config, n).bit_length() - v.bit_length()) for n, v in wanted.items())
+    return 100.0 * (1 + 0.2 * off + 0.05 * (config.tiles == "pointer"))
+
+
+def search(direction: Direction = "fwd", **how) -> tuple[Search, list[KernelConfig]]:
+    bucket = bucket_of(direction)
+    order = model_order(CAUSAL, bucket, H200, candidates(CAUSAL, bucket, H200))
+    starts = [default_config(CAUSAL, bucket, H200), *order[:5]]
+    return Search(direction, order, axes(CAUSAL, bucket, H200), starts, **how), order
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_search_finds_the_optimum_in_few_steps(seed):
+    seeker, order = search(seed=seed)
+    asked = []
+    for _ in range(90):
+        config = seeker.ask()
+        asked.append(config)
+        seeker.tell(config, surface(config))
+    assert len(set(asked)) == len(asked)
+    assert min(map(surface, asked)) == min(map(surface, order))
+
+
+def test_search_is_reproducible():
+    runs = []
+    for _ in range(2):
+        seeker, _ = search(seed=7)
+        asked = []
+        for _ in range(30):
+            config = seeker.ask()
+            asked.append(config)
+            seeker.tell(config, surface(config))
+        runs.append(asked)
+    assert runs[0] == runs[1]
+
+
+def test_search_tries_everything_once_and_ends():
+    seeker, order = search()
+    asked = []
+    while (config := seeker.ask()) is not None:
+        asked.append(config)
+        seeker.tell(config, None if len(asked) % 3 else surface(config))
+    assert set(asked) >= set(order) and len(asked) == len(set(asked))
+
+
+def test_exhaustive_search_follows_the_model():
+    seeker, order = search(exhaustive=True)
+    first = [seeker.ask() for _ in range(6)]
+    assert [seeker.ask() for _ in range(4)] == [c for c in order if c not in first][:4]
+
+
+def test_search_does_not_ask_for_what_is_known():
+    seeker, order = search("bwd")
+    known = order[3]
+    assert isinstance(known, BwdConfig)
+    seeker.tell(known, 50.0)
+    assert known not in [seeker.ask() for _ in range(20)]
