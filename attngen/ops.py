@@ -208,7 +208,8 @@ def _backward(
     run = call.kernel
     if run is not call.by_pointer and not addressable(q, k, v, dout):
         run = call.by_pointer
-    scratch = [torch.empty_like(lse)]
+    padded = -(-seqlen_q // 128) * 128
+    scratch = [q.new_empty((batch, heads, 2, padded), dtype=torch.float32)]
     if run.config.dq == "atomic":  # type: ignore[union-attr]  # a backward config
         scratch.append(q.new_empty((batch, heads, seqlen_q, dim), dtype=torch.float32))
     numbers = _arguments(spec, q, k, extra, scalars, named)

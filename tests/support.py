@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
@@ -133,14 +134,12 @@ def assert_close(actual: Iterable[Tensor], wanted: Iterable[Tensor], atol: float
 
 
 def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a fresh process, from the repository."""
-    import os
-
+    """Run Python code in a fresh process."""
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
-        cwd=REPO,
+        cwd=REPO / "tests",
         env={**os.environ, **environment},
         timeout=300,
     )

@@ -26,6 +26,7 @@ from attngen.workload import Workload
 pytestmark = [
     pytest.mark.skipif(torch.cuda.is_available(), reason="times CPU tensors in the interpreter"),
     pytest.mark.filterwarnings("ignore:attngen. no CUDA device"),
+    pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
 ]
 SPEC = AttentionSpec(head_dim=16, dtype="float32", causal=True)
 SIZES = Workload(1, 2, 1, 9, 9)
@@ -51,11 +52,6 @@ def run(*contestants: Peer, spec: AttentionSpec = SPEC, **named: Any) -> list[Co
 def by_name(name: str) -> Peer:
     (peer,) = [each for each in all_peers(max_autotune=True) if each.name == name]
     return peer
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
 
 
 def test_contestants_take_turns_and_the_median_round_counts() -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +26,9 @@ from attngen.store import Store
 
 SPEC = "head_dim=64,dtype=float32,causal=true"
 SIZES = "1,2,1,8,8"
+# numpy's warning about Triton's interpreter, in whatever runs a kernel.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 FWD = "block_m=64,block_n=32,num_warps=4,num_stages=1"
-
-
-@pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of its own, so that no test sees or changes the user's."""
-    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("ATTNGEN_DB", raising=False)
-    return tmp_path
 
 
 def attngen(*arguments: str | int | Path, stdin: str | None = None) -> Result:
@@ -143,24 +138,28 @@ def test_no_command_shows_the_commands() -> None:
 
 
 @pytest.mark.parametrize("command", ["list", "export", "report"])
-def test_file_that_is_no_database_is_named(command: str, place: Path) -> None:
-    bad = place / "bad.db"
+def test_file_that_is_no_database_is_named(command: str, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.db"
     bad.write_text("these are not the bytes of a database, and they go on for a while " * 20)
     fails(attngen(command, "--db", bad), 1, str(bad), "no SQLite database", "set it aside")
 
 
-def test_import_into_file_that_is_no_database(place: Path) -> None:
-    (place / "bad.db").write_text("not a database " * 100)
-    (place / "x.jsonl").write_text(MEASURED.to_line())
-    fails(attngen("import", place / "x.jsonl", "--db", place / "bad.db"), 1, "no SQLite database")
+def test_import_into_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "bad.db").write_text("not a database " * 100)
+    (tmp_path / "x.jsonl").write_text(MEASURED.to_line())
+    fails(
+        attngen("import", tmp_path / "x.jsonl", "--db", tmp_path / "bad.db"),
+        1,
+        "no SQLite database",
+    )
 
 
 def test_export_of_nothing_fails() -> None:
     fails(attngen("export", "--gpu", "nvidia_a100"), 1, "nvidia_a100", "attngen tune")
 
 
-def test_output_into_missing_folder(place: Path) -> None:
-    target = place / "none" / "kernel.py"
+def test_output_into_missing_folder(tmp_path: Path) -> None:
+    target = tmp_path / "none" / "kernel.py"
     fails(attngen("emit", SPEC, "--gpu", "sm_90", "--out", target), 1, str(target.parent))
 
 
@@ -218,11 +217,20 @@ def put_tuner(monkeypatch: pytest.MonkeyPatch, tune: Any) -> None:
     monkeypatch.setitem(sys.modules, "attngen.tuner", module)
 
 
-def test_tune_hands_every_option_on(fake_tune: list[dict[str, Any]], place: Path) -> None:
+def test_tune_hands_every_option_on(fake_tune: list[dict[str, Any]], tmp_path: Path) -> None:
     sizes = ("--workload", SIZES, "--workload", "2,2,1,8,8")
     limits = ("--budget", 5, "--max-trials", 7, "--exhaustive", "--seed", 3)
     result = attngen(
-        "tune", SPEC, *sizes, *limits, "--direction", "fwd", "--gpu", "sm_90", "--db", place / "t.db"
+        "tune",
+        SPEC,
+        *sizes,
+        *limits,
+        "--direction",
+        "fwd",
+        "--gpu",
+        "sm_90",
+        "--db",
+        tmp_path / "t.db",
     )
     assert result.exit_code == 0, result.output
     assert result.stdout == "a report\na report\n"
@@ -236,7 +244,7 @@ def test_tune_hands_every_option_on(fake_tune: list[dict[str, Any]], place: Path
         "max_trials": 7,
         "seed": 3,
         "exhaustive": True,
-        "store": place / "t.db",
+        "store": tmp_path / "t.db",
     }
 
 
@@ -272,22 +280,22 @@ def test_unexpected_error_has_a_traceback_only_with_debug(monkeypatch: pytest.Mo
         assert "Traceback" in result.stderr
 
 
-def test_report_counts_outcomes(place: Path) -> None:
+def test_report_counts_outcomes(tmp_path: Path) -> None:
     slow = FwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
-    with Store.open(place / "t.db") as store:
+    with Store.open(tmp_path / "t.db") as store:
         store.finish_trial(KEY, CONFIG, "ok", median_us=50.0)
         store.finish_trial(KEY, slow, "failed", reason="wrong by 0.5\nmore")
-    (summary,) = json_lines(attngen("report", "--db", place / "t.db", "--json"))
+    (summary,) = json_lines(attngen("report", "--db", tmp_path / "t.db", "--json"))
     assert summary["outcomes"] == {"ok": 1, "failed": 1}
     assert (summary["best"], summary["best_us"]) == (CONFIG.key, 50.0)
     assert summary["common_reason"] == "wrong by 0.5"
-    table = attngen("report", "--db", place / "t.db").stdout
+    table = attngen("report", "--db", tmp_path / "t.db").stdout
     assert CONFIG.key in table
     assert KEY.bucket in table
 
 
-def test_report_of_nothing(place: Path) -> None:
-    result = attngen("report", "--db", place / "none.db")
+def test_report_of_nothing(tmp_path: Path) -> None:
+    result = attngen("report", "--db", tmp_path / "none.db")
     assert (result.exit_code, result.stdout) == (0, "")
     assert "attngen tune" in result.stderr
 
@@ -313,25 +321,23 @@ def test_emit_reads_the_spec_and_config_of_an_emitted_header() -> None:
     assert again.exit_code == 0, again.output
 
 
-def test_emit_writes_a_file(place: Path) -> None:
-    target = place / "kernel.py"
+def test_emit_writes_a_file(tmp_path: Path) -> None:
+    target = tmp_path / "kernel.py"
     result = attngen("emit", SPEC, "--config", FWD, "--out", target)
     assert (result.exit_code, result.stdout) == (0, "")
     assert str(target) in result.stderr
     assert target.read_text() == attngen("emit", SPEC, "--config", FWD).stdout
-    assert [path.name for path in place.glob("*kernel*")] == ["kernel.py"]
+    assert [path.name for path in tmp_path.glob("*kernel*")] == ["kernel.py"]
 
 
-def test_explain_uses_the_users_record(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explain_uses_the_users_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from attngen.resolve import record_key
     from attngen.workload import Workload, spec_bucket
 
     spec, h200 = AttentionSpec.parse(KEY.text_key), by_name("nvidia_h200")
     bucket = spec_bucket("fwd", spec, Workload(2, 32, 4, 4096, 4096))
-    from dataclasses import replace
-
     record = replace(MEASURED, key=record_key(spec, bucket, h200))
-    monkeypatch.setenv("ATTNGEN_DB", str(stored(place / "mine.db", record)))
+    monkeypatch.setenv("ATTNGEN_DB", str(stored(tmp_path / "mine.db", record)))
     line = ("explain", spec.key, "--workload", "2,32,4,4096,4096", "--gpu", "nvidia_h200")
     (found,) = json_lines(attngen(*line, "--direction", "fwd", "--json"))
     assert found["choices"][0]["tier"] == "user"
@@ -343,10 +349,10 @@ def test_explain_uses_the_users_record(place: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.filterwarnings("default")
 def test_explain_goes_on_without_a_damaged_database(
-    place: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (place / "bad.db").write_text("not a database " * 100)
-    monkeypatch.setenv("ATTNGEN_DB", str(place / "bad.db"))
+    (tmp_path / "bad.db").write_text("not a database " * 100)
+    monkeypatch.setenv("ATTNGEN_DB", str(tmp_path / "bad.db"))
     result = attngen("explain", SPEC, "--workload", SIZES, "--gpu", "sm_90")
     assert result.exit_code == 0
     assert "no SQLite database" in result.stdout
@@ -412,8 +418,8 @@ def no_shipped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_shipped")
-def test_list_shows_winners_of_a_gpu(place: Path) -> None:
-    path = stored(place / "t.db", MEASURED, under(PREDICTED, device_key=H100.device_key))
+def test_list_shows_winners_of_a_gpu(tmp_path: Path) -> None:
+    path = stored(tmp_path / "t.db", MEASURED, under(PREDICTED, device_key=H100.device_key))
     assert len(json_lines(attngen("list", "--db", path, "--json"))) == 2
     (only,) = json_lines(attngen("list", "--db", path, "--gpu", "nvidia_h200", "--json"))
     assert (only["source"], only["median_us"]) == ("user", 100.0)
@@ -430,37 +436,39 @@ def test_list_of_nothing() -> None:
     assert "nvidia_a100" in result.stderr
 
 
-def test_export_then_import_is_the_same(place: Path) -> None:
-    source = stored(place / "a.db", MEASURED, at(seqlen_q=64))
-    assert attngen("export", "--db", source, "--out", place / "x.jsonl").exit_code == 0
-    result = attngen("import", place / "x.jsonl", "--db", place / "b.db")
+def test_export_then_import_is_the_same(tmp_path: Path) -> None:
+    source = stored(tmp_path / "a.db", MEASURED, at(seqlen_q=64))
+    assert attngen("export", "--db", source, "--out", tmp_path / "x.jsonl").exit_code == 0
+    result = attngen("import", tmp_path / "x.jsonl", "--db", tmp_path / "b.db")
     assert (result.exit_code, result.stderr) == (0, "")
     assert "2 added, 0 replaced, 0 kept, 0 rejected" in result.stdout
-    assert attngen("export", "--db", place / "b.db").stdout == (place / "x.jsonl").read_text()
+    assert attngen("export", "--db", tmp_path / "b.db").stdout == (tmp_path / "x.jsonl").read_text()
 
 
-def test_import_names_bad_lines_and_keeps_the_good_ones(place: Path) -> None:
+def test_import_names_bad_lines_and_keeps_the_good_ones(tmp_path: Path) -> None:
     lines = f"{MEASURED.to_line()}\nnot json\n"
-    result = attngen("import", "-", "--db", place / "t.db", stdin=lines)
+    result = attngen("import", "-", "--db", tmp_path / "t.db", stdin=lines)
     assert result.exit_code == 1
     assert "1 added, 0 replaced, 0 kept, 1 rejected" in result.stdout
     (line,) = result.stderr.splitlines()
     assert "line 2: not JSON" in line
 
 
-def test_merge_keeps_the_better(place: Path) -> None:
-    sources = stored(place / "a.db", faster(1.1)), stored(place / "b.db", faster(1.5))
-    into = place / "c.db"
+def test_merge_keeps_the_better(tmp_path: Path) -> None:
+    sources = stored(tmp_path / "a.db", faster(1.1)), stored(tmp_path / "b.db", faster(1.5))
+    into = tmp_path / "c.db"
     assert attngen("merge", *sources, "--into", into).exit_code == 0
     with Store.open(into) as store:
         assert store.winners() == [faster(1.5)]
 
 
-def test_merge_writes_nothing_if_a_source_is_damaged(place: Path) -> None:
-    (place / "bad.db").write_text("not a database " * 100)
-    sources = stored(place / "a.db", MEASURED), place / "bad.db"
-    fails(attngen("merge", *sources, "--into", place / "c.db"), 1, "bad.db", "no SQLite database")
-    assert not (place / "c.db").exists()
+def test_merge_writes_nothing_if_a_source_is_damaged(tmp_path: Path) -> None:
+    (tmp_path / "bad.db").write_text("not a database " * 100)
+    sources = stored(tmp_path / "a.db", MEASURED), tmp_path / "bad.db"
+    fails(
+        attngen("merge", *sources, "--into", tmp_path / "c.db"), 1, "bad.db", "no SQLite database"
+    )
+    assert not (tmp_path / "c.db").exists()
 
 
 # ---- as a process ---------------------------------------------------------------------------
@@ -491,8 +499,8 @@ def test_closed_pipe_is_quiet() -> None:
     assert process.communicate()[1] == ""
 
 
-def test_ctrl_c_ends_a_process_with_130(place: Path) -> None:
-    fifo = place / "never.jsonl"
+def test_ctrl_c_ends_a_process_with_130(tmp_path: Path) -> None:
+    fifo = tmp_path / "never.jsonl"
     os.mkfifo(fifo)
     process = python("-m", "attngen", "import", str(fifo), stdout=subprocess.PIPE)
     with fifo.open("w"):  # opens when the process is reading, and holds it there

@@ -15,12 +15,8 @@ from attngen import doctor
 from attngen.cli import main
 from attngen.store import Store
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.delenv("ATTNGEN_DB", raising=False)
-    return tmp_path / "cache"
+# numpy's warning about Triton's interpreter, in whatever runs a kernel.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 
 
 def problem(finding: doctor.Finding, *words: str) -> None:

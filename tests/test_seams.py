@@ -159,8 +159,9 @@ def one_tile(state_ptr, acc_ptr, q_ptr, k_ptr, v_ptr, lo, hi, BLOCK: tl.constexp
     l_i = tl.load(state_ptr + BLOCK + rows)
     acc = tl.load(acc_ptr + at)
     q = tl.load(q_ptr + at)
+    hi_i = tl.zeros([BLOCK], tl.int32) + hi
     acc, l_i, m_i = attend(
-        acc, l_i, m_i, q, k_ptr, BLOCK, v_ptr, BLOCK, 0, lo, hi, hi,
+        acc, l_i, m_i, q, k_ptr, BLOCK, v_ptr, BLOCK, 0, lo, hi, hi_i, hi,
         1.0, 1.4426950408889634, BLOCK, BLOCK, PARTIAL=True,
     )
     tl.store(state_ptr + rows, m_i)

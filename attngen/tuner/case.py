@@ -18,7 +18,8 @@ from attngen.spec import AttentionSpec
 from attngen.workload import Workload
 
 SEED = 0x5EED_0F_A77E
-_ROUND_ROWS = 16
+_STORED_ROWS = 16
+_SCRATCH_ROWS = 128  # what plan() of a backward asks for
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Case:
     dq: Tensor | None = None
     dk: Tensor | None = None
     dv: Tensor | None = None
-    delta: Tensor | None = None
+    rows: Tensor | None = None
     dq_sum: Tensor | None = None
 
     @property
@@ -62,7 +63,7 @@ class Case:
         """The positional arguments of plan()."""
         if not isinstance(config, BwdConfig):
             return self.q, self.k, self.v, self.out, self.lse
-        scratch = (self.delta, self.dq_sum) if config.dq == "atomic" else (self.delta,)
+        scratch = (self.rows, self.dq_sum) if config.dq == "atomic" else (self.rows,)
         grads = (self.dq, self.dk, self.dv)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch
 
@@ -73,7 +74,7 @@ class Case:
 
     def spoil(self, config: KernelConfig) -> None:
         """Fill what the kernel must write with NaN, so that stale results pass no check."""
-        written = [self.delta, self.dq_sum, *self.results(config).values()]
+        written = [self.rows, self.dq_sum, *self.results(config).values()]
         for tensor in written:
             if tensor is not None:
                 tensor.fill_(float("nan"))
@@ -112,7 +113,7 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
             "dq": result(heads, rows, dim),
             "dk": result(heads_kv, keys, dim),
             "dv": result(heads_kv, keys, dim_v),
-            "delta": numbers(batch, heads, rows),
+            "rows": numbers(batch, heads, 2, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
     return Case(
@@ -128,9 +129,13 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
     )
 
 
+def _up(rows: int, multiple: int) -> int:
+    return -(-rows // multiple) * multiple
+
+
 def _padded(layout: str, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
     """The stored shape. Rows are padded to 16, so that odd lengths keep the strides' alignment."""
-    rows = -(-rows // _ROUND_ROWS) * _ROUND_ROWS
+    rows = _up(rows, _STORED_ROWS)
     return (batch, rows, heads, dim) if layout == "bshd" else (batch, heads, rows, dim)
 
 

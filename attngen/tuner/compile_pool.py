@@ -127,8 +127,6 @@ class CompilePool:
         for worker in workers:
             worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for worker in workers:
-            worker.close()
 
     def __enter__(self) -> CompilePool:
         return self

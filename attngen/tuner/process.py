@@ -65,7 +65,7 @@ class Worker:
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
             self._process.stdin.flush()
-        except OSError:
+        except (OSError, ValueError):  # the pipe is broken, or was closed by `kill`
             raise self._lost() from None
         return self.receive(timeout_s)
 
@@ -87,35 +87,38 @@ class Worker:
     def _lost(self) -> WorkerLostError:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_TIMEOUT_S)
-        code = self._process.poll()
+        code, words = self._process.poll(), self._last_words()
         self.kill()
-        return WorkerLostError(f"{self.module} ended with exit code {code}: {self._last_words()}")
+        return WorkerLostError(f"{self.module} ended with exit code {code}: {words}")
 
     def _last_words(self) -> str:
+        if self._stderr.closed:
+            return "killed"
         size = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size - MAX_STDERR))
         return self._stderr.read().decode(errors="replace").strip() or "no message"
 
     def kill(self) -> None:
-        """End the child and whatever it started, at once."""
+        """End the child and whatever it started, at once. Any thread may; twice does no harm."""
         if self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._reader.join(CLOSE_TIMEOUT_S)
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
+        self._close_stdin()
+        self._stderr.close()
+
+    def _close_stdin(self) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # what was not flushed cannot be
             self._process.stdin.close()
 
     def close(self) -> None:
         """Let the child end by itself; kill it if it does not."""
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
+        self._close_stdin()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(CLOSE_TIMEOUT_S)
         self.kill()
-        self._stderr.close()
 
 
 def _environment(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -162,7 +162,8 @@ class Session:
         taken = self.report.resumed + self.report.tried + len(self._pending)
         if job.max_trials is not None and taken >= job.max_trials:
             return f"max_trials {job.max_trials}"
-        if self._elapsed() >= job.budget:
+        enough = self._times or self.report.tried >= MODEL_SEEDS
+        if enough and self._elapsed() >= job.budget:
             return f"budget of {job.budget:g} s"
         return ""
 
