@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import operator
 from dataclasses import replace
 from typing import Any
 
@@ -216,16 +218,16 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     left, right = window if window is not None else (None, None)
+    _check_numbers(softmax_scale, softcap)
     key = _text_key(
-        int(q.shape[3]),
-        int(v.shape[3]),
+        operator.index(q.shape[3]),  # a constant to torch.compile, where int() stays symbolic
+        operator.index(v.shape[3]),
         name,
         causal,
         _closed("left", left),
         _closed("right", right),
         _probability(dropout_p) > 0,
-        None if softcap is None else float(softcap),
-        None if softmax_scale is None else float(softmax_scale),
+        softcap is not None,
         layout,
         precision,
         deterministic,
@@ -300,8 +302,13 @@ def reload() -> None:
 
 
 @torch.compiler.assume_constant_result
+def _text_key(*traits: Any) -> str:
+    """A constant to torch.compile, which warns of a cached function that it meets itself."""
+    return _cached_text_key(*traits)
+
+
 @functools.lru_cache(maxsize=4096)
-def _text_key(
+def _cached_text_key(
     head_dim: int,
     head_dim_v: int,
     dtype: str,
@@ -309,8 +316,7 @@ def _text_key(
     left: bool,
     right: bool,
     dropout: bool,
-    softcap: float | None,
-    softmax_scale: float | None,
+    softcap: bool,
     layout: str,
     precision: str,
     deterministic: bool,
@@ -324,8 +330,7 @@ def _text_key(
         causal=causal,
         window=(0 if left else None, 0 if right else None),
         dropout_p=0.5 if dropout else 0.0,
-        softcap=softcap,
-        softmax_scale=softmax_scale,
+        softcap=1.0 if softcap else None,
         layout=layout,
         precision=precision,
         deterministic=deterministic,
@@ -424,6 +429,19 @@ def _closed(side: str, value: int | None) -> bool:
             "only way to say 'no limit'"
         )
     return True
+
+
+def _check_numbers(softmax_scale: float | None, softcap: float | None) -> None:
+    """What the spec says of these two, in terms that torch.compile can guard."""
+    if softmax_scale is not None and not abs(softmax_scale) < math.inf:
+        raise SpecError(
+            f"softmax_scale must be a finite number, got {softmax_scale!r}; None means "
+            "1/sqrt(head_dim)"
+        )
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise SpecError(
+            f"softcap must be a positive number, got {softcap!r}; None switches it off"
+        )
 
 
 def _probability(p: float) -> float:

@@ -23,15 +23,17 @@ from torch import Tensor
 from attngen.api import compile
 from attngen.config import KernelConfig, default_config
 from attngen.explain import explain_workload
-from attngen.gpu import GpuInfo, current
+from attngen.gpu import current
 from attngen.peers import Attend, CannotServe, Peer
 from attngen.pinned import pinned
 from attngen.spec import AttentionSpec
-from attngen.workload import DIRECTIONS, Direction, Workload, spec_bucket
+from attngen.workload import DIRECTIONS, Direction, Workload
 
 OURS, DEFAULT = "attngen", "attngen default"
 REASON_LENGTH = 160
 
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""q, k and v."""
 Timer = Callable[[Callable[[], Any]], float]
 """Milliseconds of a call."""
 
@@ -118,21 +120,21 @@ def bench(
     spec = replace(spec, layout="bhsd")
     gpu = current()
     for direction in directions:
-        progress(f"{workload} {direction}: preparing")
+        at = f"{workload} {direction}"
+        progress(f"{at}: preparing")
         torch.compiler.reset()  # each shape compiles FlexAttention anew, and dynamo counts
-        entrants, absent = _entrants(spec, workload, direction, peers, gpu, device)
-        times: dict[str, list[float]] = {entrant.name: [] for entrant in entrants}
-        for number in range(rounds):
-            progress(f"{workload} {direction}: round {number + 1} of {rounds}")
-            for entrant in entrants:
-                with entrant.setting():
-                    times[entrant.name].append(timer(entrant.call))
+        (choice,) = explain_workload(spec, workload, gpu=gpu, directions=(direction,)).choices
+        default = default_config(spec.text, choice.bucket, gpu)
+        ours = ((OURS, choice.config), (DEFAULT, default))
+        inputs = _inputs(spec, workload, device)
+        entrants = list(_ours(spec, direction, ours, inputs))
+        theirs, absent = _theirs(spec, workload, direction, peers, inputs)
+        entrants += theirs
         work = flops(spec, workload, direction)
-        timed = [_timed(entrant, times[entrant.name], work) for entrant in entrants]
-        tier = explain_workload(spec, workload, directions=(direction,)).choices[0].found.tier
+        timed = _timed(entrants, rounds, timer, work, partial(_tell, progress, at))
         order = [OURS, DEFAULT, *(peer.name for peer in peers)]
         both = sorted([*timed, *absent], key=lambda each: order.index(each.name))
-        yield Comparison(spec, workload, direction, rounds, tier, tuple(both))
+        yield Comparison(spec, workload, direction, rounds, choice.found.tier, tuple(both))
 
 
 @dataclass(frozen=True)
@@ -145,30 +147,53 @@ class _Entrant:
     config: str = ""
 
 
-def _timed(entrant: _Entrant, times: list[float], work: float) -> Timed:
-    ms = statistics.median(times)
-    return Timed(entrant.name, ms, max(times) - min(times), work / ms / 1e9, config=entrant.config)
+def _tell(progress: Callable[[str], None], at: str, turn: str) -> None:
+    progress(f"{at}: {turn}")
 
 
-def _entrants(
+def _timed(
+    entrants: list[_Entrant],
+    rounds: int,
+    timer: Timer,
+    work: float,
+    progress: Callable[[str], None],
+) -> list[Timed]:
+    """Let everyone run in each round; the median round counts."""
+    times: dict[str, list[float]] = {entrant.name: [] for entrant in entrants}
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}")
+        for entrant in entrants:
+            with entrant.setting():
+                times[entrant.name].append(timer(entrant.call))
+    timed = []
+    for entrant in entrants:
+        mine = times[entrant.name]
+        ms = statistics.median(mine)
+        spread = max(mine) - min(mine)
+        timed.append(Timed(entrant.name, ms, spread, work / ms / 1e9, config=entrant.config))
+    return timed
+
+
+def _ours(
     spec: AttentionSpec,
-    workload: Workload,
     direction: Direction,
-    peers: list[Peer],
-    gpu: GpuInfo,
-    device: str,
-) -> tuple[list[_Entrant], list[Timed]]:
-    """Who runs, each having run once, and who does not, with the reason."""
-    entrants, absent = [], []
-    inputs = _inputs(spec, workload, device)
-    stored, default = _our_configs(spec, workload, direction, gpu)
-    ours: list[tuple[str, KernelConfig]] = [(OURS, stored), (DEFAULT, default)]
+    configs: tuple[tuple[str, KernelConfig], ...],
+    inputs: Inputs,
+) -> Iterator[_Entrant]:
+    """Our kernels under each of the named configs, each having run once."""
     attend = compile(spec)
-    for name, config in ours:
+    for name, config in configs:
         setting = partial(pinned, {direction: config})
         with setting():
             call = _call(attend, inputs, direction)
-        entrants.append(_Entrant(name, call, setting, config.key))
+        yield _Entrant(name, call, setting, config.key)
+
+
+def _theirs(
+    spec: AttentionSpec, workload: Workload, direction: Direction, peers: list[Peer], inputs: Inputs
+) -> tuple[list[_Entrant], list[Timed]]:
+    """The peers that run, each having run once, and those that do not, with the reason."""
+    entrants, absent = [], []
     for peer in peers:
         try:
             with warnings.catch_warnings():
@@ -184,15 +209,7 @@ def _entrants(
     return entrants, absent
 
 
-def _our_configs(
-    spec: AttentionSpec, workload: Workload, direction: Direction, gpu: GpuInfo
-) -> tuple[KernelConfig, KernelConfig]:
-    """(what a call runs, what it would run with no record)."""
-    (choice,) = explain_workload(spec, workload, gpu=gpu, directions=(direction,)).choices
-    return choice.config, default_config(spec.text, spec_bucket(direction, spec, workload), gpu)
-
-
-def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> tuple[Tensor, Tensor, Tensor]:
+def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> Inputs:
     generator = torch.Generator(device).manual_seed(0)
     shapes = (
         (workload.num_heads_q, workload.seqlen_q, spec.head_dim),
@@ -207,16 +224,14 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> tuple[Tenso
     return q, k, v
 
 
-def _ordered(inputs: tuple[Tensor, Tensor, Tensor], layout: str) -> tuple[Tensor, Tensor, Tensor]:
+def _ordered(inputs: Inputs, layout: str) -> Inputs:
     if layout == "bhsd":
         return inputs
     q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
     return q, k, v
 
 
-def _call(
-    attend: Attend, inputs: tuple[Tensor, Tensor, Tensor], direction: Direction
-) -> Callable[[], Any]:
+def _call(attend: Attend, inputs: Inputs, direction: Direction) -> Callable[[], Any]:
     """What is timed; it has run once when this returns, so that compiling is over."""
     call: Callable[[], Any]
     if direction == "fwd":

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import warnings
 from collections.abc import Callable
@@ -191,11 +192,13 @@ def cache_folder(folder: Path) -> Finding:
         return Finding(
             "cache folder", "problem", f"{there} is no folder", "set ATTNGEN_CACHE_DIR to a folder"
         )
-    if not os.access(there, os.W_OK | os.X_OK):
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
         return Finding(
             "cache folder",
             "problem",
-            f"{there} is not writable",
+            f"{there} is not writable ({error.strerror})",
             "make it writable, or set ATTNGEN_CACHE_DIR to another folder",
         )
     kernels = len(list((folder / "kernels").glob("*.py")))

@@ -146,10 +146,14 @@ class Kernel:
             raise explained(error, self.path, self.spec) from error
 
 
+_INTERPRETING = threading.Lock()
+"""Triton's interpreter keeps the running program's number in a global."""
+
+
 def _run_interpreted(plan: list[Any]) -> None:
     import numpy as np
 
-    with np.errstate(all="ignore"):  # inf - inf of a masked score is meant
+    with _INTERPRETING, np.errstate(all="ignore"):  # inf - inf of a masked score is meant
         for kernel, grid, arguments, constants in plan:
             kernel[grid](*arguments, **constants)
 

@@ -100,9 +100,12 @@ def _math(spec: AttentionSpec, workload: Workload) -> Attend:
 
 def _flex(mode: str | None) -> Callable[[AttentionSpec, Workload], Attend]:
     def make(spec: AttentionSpec, workload: Workload) -> Attend:
+        from torch._functorch import config as functorch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         _refuse("flex", dropout=spec.has_dropout)
+        # its backward is run again and again (retain_graph), which donated buffers forbid
+        functorch.donated_buffer = False
         mask = None
         if spec.has_positions:
             rows, keys = workload.seqlen_q, workload.seqlen_k

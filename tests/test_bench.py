@@ -18,6 +18,9 @@ from attngen import peers
 from attngen.bench import DEFAULT, OURS, Comparison, bench, flops
 from attngen.cli import main
 from attngen.cli.machine import comparison_table
+from attngen.config import FwdConfig
+from attngen.kernel import kernel
+from attngen.lookup import Found
 from attngen.peers import Peer, all_peers
 from attngen.reference import attention
 from attngen.spec import AttentionSpec
@@ -103,6 +106,21 @@ def test_flex_mask_is_the_specs(spec: AttentionSpec) -> None:
     assert torch.equal(seen, visible(spec, j - i - alignment(spec, 7, 11)))
 
 
+@pytest.mark.filterwarnings("default")  # what torch says while it compiles is its own affair
+@pytest.mark.slow
+def test_flex_computes_the_spec() -> None:
+    spec = dataclasses.replace(SPEC, window=(5, None), softcap=2.0)
+    sizes = Workload(1, 4, 2, 128, 256)
+    q, k, v = benches._inputs(spec, sizes, "cpu")
+    out = by_name("flex").make(spec, sizes)(q, k, v)
+    torch.testing.assert_close(out.double(), attention(spec, q, k, v)[0], atol=1e-5, rtol=1e-5)
+
+
+def test_flex_is_made_with_and_without_a_mask() -> None:
+    by_name("flex").make(SPEC, SIZES)
+    by_name("flex max-autotune").make(dataclasses.replace(SPEC, causal=False), SIZES)
+
+
 @pytest.mark.parametrize(
     ("name", "spec", "reason"),
     [
@@ -166,23 +184,19 @@ def test_flash_attention_3_gets_its_layout_and_options(monkeypatch: pytest.Monke
 
 
 def test_ours_and_default_run_their_own_configs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.config import FwdConfig
-
     tuned = FwdConfig(block_m=16, block_n=32, num_warps=4, num_stages=1)
-    original = benches._our_configs
-    monkeypatch.setattr(benches, "_our_configs", lambda *given: (tuned, original(*given)[1]))
+    found = Found(None, "user", [])
+    monkeypatch.setattr("attngen.explain.find", lambda *given: (tuned, found, None))
     ran = []
 
     def watched(spec: Any, config: Any, interpret: bool) -> Any:
         ran.append(config)
         return kernel(spec, config, interpret)
 
-    from attngen.kernel import kernel
-
     monkeypatch.setattr("attngen.resolve.kernel", watched)
-    (found,) = run(directions=("fwd",), rounds=2)
-    assert found.timed[0].config == tuned.key
-    default = found.timed[1].config
+    (made,) = run(directions=("fwd",), rounds=2)
+    assert (made.tier, made.timed[0].config) == ("user", tuned.key)
+    default = made.timed[1].config
     keys = [config.key for config in ran]
     assert keys == [tuned.key, default] * 3  # each once to prepare, then in two rounds
 

@@ -273,7 +273,7 @@ def test_unexpected_error_has_a_traceback_only_with_debug(monkeypatch: pytest.Mo
 
     put_tuner(monkeypatch, broken)
     line = ("tune", SPEC, "--workload", SIZES)
-    fails(attngen(*line), 1, "ZeroDivisionError: on two lines", "--debug")
+    fails(attngen(*line), 1, "ZeroDivisionError: on | two lines", "--debug")
     for arguments in (("--debug", *line), (*line, "--debug")):
         result = attngen(*arguments)
         assert result.exit_code == 1

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import attngen
 from attngen import reference
 from attngen.spec import AttentionSpec
 
@@ -110,6 +111,13 @@ def test_dropout_keep_equals_a_published_philox_block():
         kept = reference.philox_keep(0, zero, zero, zero, j, word / 2**32)
         lost = reference.philox_keep(0, zero, zero, zero, j, (word + 1) / 2**32)
         assert bool(kept) and not bool(lost)
+
+
+@pytest.mark.parametrize("seed", [0, 5, -3, 2**62 + 11])
+def test_dropout_keep_equals_the_public_one(seed):
+    """Two implementations of one definition: the oracle's must not be the one it judges."""
+    sizes = (2, 3, 7, 13, 0.3)
+    assert torch.equal(reference.dropout_keep(seed, *sizes), attngen.dropout_keep(seed, *sizes))
 
 
 def test_dropout_drops_its_share():

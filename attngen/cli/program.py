@@ -94,7 +94,7 @@ def _one_line_warning(
     line: str | None = None,
 ) -> None:
     """Stands in for `warnings.showwarning`, which prints two lines of Python."""
-    say(f"attngen: warning: {message}")
+    say(f"attngen: warning: {str(message).removeprefix('attngen: ')}")
 
 
 def complain(error: Exception) -> int:
@@ -124,4 +124,4 @@ def complain(error: Exception) -> int:
 
 def say(message: str) -> None:
     """One line on stderr, whatever line breaks the message holds."""
-    click.echo(" ".join(message.split()), err=True)
+    click.echo(" | ".join(line.strip() for line in message.splitlines()), err=True)

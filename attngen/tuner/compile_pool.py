@@ -22,9 +22,12 @@ START_TIMEOUT_S = 60.0  # importing torch and triton on a busy machine
 _Part = tuple[str, tuple[Any, ...]]
 
 
+MAX_JOBS = 16  # each child holds torch and triton in memory
+
+
 def default_jobs() -> int:
     """All cores but one, which the timing worker needs for itself."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+    return min(MAX_JOBS, max(1, len(os.sched_getaffinity(0)) - 1))
 
 
 class CompilePool:

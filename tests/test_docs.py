@@ -1,0 +1,130 @@
+"""The documents say what the code does: commands, variables, parts, links and excerpts."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from attngen import AttentionSpec, Workload
+from attngen.cli import COMMANDS
+from attngen.config import default_config
+from attngen.doctor import VARIABLES
+from attngen.gpu import by_name
+from attngen.render import render
+from attngen.spec import FIELDS
+from attngen.workload import spec_bucket
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [
+    path
+    for folder in (".", "docs", "templates", "tuning_db")
+    for path in sorted((ROOT / folder).glob("*.md"))
+]
+ALL_DOCUMENTS = "\n".join(path.read_text() for path in DOCUMENTS)
+NAMES = {command.name for command in COMMANDS}
+
+
+def section(title: str, text: str = README) -> str:
+    """A section of a document, by its heading."""
+    return text.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def code(text: str, language: str = "") -> list[str]:
+    """The fenced blocks of a text."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_command_is_documented(name: str):
+    assert f"`attngen {name}" in section("Tune")
+
+
+def test_documents_name_only_commands_that_exist():
+    quoted = re.findall(r"`attngen ([a-z]+)", ALL_DOCUMENTS)
+    typed = re.findall(r"^attngen ([a-z]+)", "\n".join(code(ALL_DOCUMENTS)), re.MULTILINE)
+    assert {*quoted, *typed} <= NAMES
+
+
+def test_options_in_documents_exist():
+    options = {o for c in COMMANDS for p in c.params for o in getattr(p, "opts", ())}
+    lines = re.findall(r"^attngen .*|`attngen [^`]*`", ALL_DOCUMENTS, re.MULTILINE)
+    used = {option for line in lines for option in re.findall(r"--[a-z][a-z-]*", line)}
+    assert used - {"--help"} <= options
+
+
+def test_environment_variables_are_documented():
+    source = "\n".join(path.read_text() for path in (ROOT / "attngen").rglob("*.py"))
+    known = {*VARIABLES, *re.findall(r"\bATTNGEN_[A-Z_]+", source)}
+    documented = set(re.findall(r"^\| `(\w+)`", section("Environment variables"), re.MULTILINE))
+    assert documented == known
+
+
+def test_every_spec_field_is_in_the_support_table():
+    table = section("What works").split("\n\n")[0]
+    named = set(
+        re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.strip().splitlines()))
+    )
+    assert named == set(FIELDS)
+
+
+def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (example,) = code(section("Use"), "python")
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bwd: lowering=triton" in done.stdout
+
+
+def test_readme_kernel_is_what_is_emitted():
+    (excerpt,) = code(section("A kernel"), "python")
+    spec = AttentionSpec(head_dim=128, dtype="bfloat16", causal=True)
+    h200 = by_name("nvidia_h200")
+    bucket = spec_bucket("fwd", spec, Workload(1, 16, 16, 4096, 4096))
+    assert excerpt in render(spec, default_config(spec.text, bucket, h200))
+
+
+def test_contributing_names_five_commands():
+    assert len(re.findall(r"^make [a-z-]+", code(section("Contributing"))[0], re.MULTILINE)) == 5
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_links_lead_somewhere(document: Path):
+    prose = re.sub(r"```.*?```|`[^`]*`", "", document.read_text(), flags=re.DOTALL)
+    for target in re.findall(r"\]\(([^)#\s]+)", prose):
+        if "://" not in target:
+            assert (document.parent / target).exists(), target
+
+
+def test_templates_named_in_documents_exist():
+    named = set(re.findall(r"`(?:templates/)?([\w./]+\.jinja)\b", ALL_DOCUMENTS))
+    assert named
+    for name in named:
+        places = (ROOT / "templates" / name, ROOT / "templates" / "parts" / name)
+        assert any(path.is_file() for path in places) or "<" in name, name
+
+
+def test_functions_named_in_algorithms_are_in_their_templates():
+    text = (ROOT / "docs" / "algorithms.md").read_text()
+    places = set(re.findall(r"`([\w./]+\.jinja): (\w+)\(\)`", text))
+    assert len(places) > 15
+    for name, function in places:
+        assert f"def {function}(" in (ROOT / "templates" / name).read_text(), (name, function)
+
+
+def test_modules_named_in_the_design_exist():
+    text = (ROOT / "docs" / "design.md").read_text()
+    for name in re.findall(r"`(\w+\.py)`", text):
+        places = (ROOT / "attngen" / name, ROOT / "attngen" / "tuner" / name)
+        assert any(path.is_file() for path in places), name
+    for row in re.findall(r"^\| (`[^|]*) \|", section("Modules", text), re.MULTILINE):
+        for name in re.findall(r"`([\w/]+)`", row):
+            assert (ROOT / "attngen" / name).is_dir() or (ROOT / "attngen" / f"{name}.py").is_file()
+
+
+def test_documents_name_no_machine_path():
+    assert not re.search(r"/(root|home|work|tmp)/", ALL_DOCUMENTS)

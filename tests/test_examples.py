@@ -1,0 +1,59 @@
+"""Each example runs as a program, and prints what it promises."""
+
+from __future__ import annotations
+
+import runpy
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+import attngen
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Kernels and records of an example go to a folder of the test."""
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("ATTNGEN_DB", raising=False)
+    attngen.reload()
+    yield
+    torch._dynamo.reset()
+    attngen.reload()
+
+
+PROMISES = {
+    "quickstart": ("out: largest difference", "dv: largest difference", "fwd: lowering="),
+    "run_emitted": ("fwd: ", "out: relative error", "dk: relative error"),
+    "compile_model": ("4 lengths, 1 graph(s)", "same dropout mask: True"),
+    "merge_shards": ("ring of 2 against one call", "dq: largest difference"),
+    "tune_and_read_kernel": ("record kept in", '"direction": "fwd"', "def visible_keys("),
+}
+
+
+@pytest.mark.parametrize("name", PROMISES)
+@pytest.mark.filterwarnings("ignore:attngen. no CUDA device")
+def test_example(name: str, capfd: pytest.CaptureFixture[str]):
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    printed = capfd.readouterr().out
+    for promise in PROMISES[name]:
+        assert promise in printed
+
+
+@pytest.mark.slow
+def test_demo(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)  # the demo sets its own
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    printed = capfd.readouterr().out
+    assert ended.value.code == 0, printed
+    for section in range(1, 7):
+        assert f"\n{section}. " in printed
+    assert "largest difference" in printed
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"demo", *PROMISES}
