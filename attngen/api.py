@@ -125,7 +125,7 @@ class Attention:
         p = spec.dropout_p if dropout_p is None else dropout_p
         key = self._text_key
         if dropout_p is not None:
-            key = self._drop_key if _probability(p) > 0 else self._eval_key
+            key = self._drop_key if _drops(p) else self._eval_key
         if spec.layout == "bshd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         check_tensors(q, k, v, spec.head_dim, spec.head_dim_v)
@@ -226,7 +226,7 @@ def attention(
         causal,
         _closed("left", left),
         _closed("right", right),
-        _probability(dropout_p) > 0,
+        _drops(dropout_p),
         softcap is not None,
         layout,
         precision,
@@ -444,10 +444,13 @@ def _check_numbers(softmax_scale: float | None, softcap: float | None) -> None:
         )
 
 
-def _probability(p: float) -> float:
+def _drops(p: float) -> bool:
+    """Is there dropout? Refuses what is no probability."""
     if not 0.0 <= p <= 1.0:
         raise SpecError(f"dropout_p must be from 0 to 1, got {p!r}")
-    return p
+    if p > 0:  # noqa: SIM103  (torch.compile may hand in a symbolic p; a branch gives a bool)
+        return True
+    return False
 
 
 def refuse_tensors(tensors: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ from attngen.kernel import emit
 from attngen.paths import cache_dir, database_path
 
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
-TOLERANCE = 0.01  # of the loss, whose rounding differs: two bfloat16 attentions
+TOLERANCE = 0.005  # of the loss: two attentions that round to bfloat16 give 0.001
 SEED = 0
 
 
@@ -40,6 +40,7 @@ class Sizes:
     head_dim: int
     seqlen: int
     steps: int
+    learning_rate: float
     tune_seconds: float
     """For each of the two directions."""
 
@@ -54,8 +55,12 @@ class Sizes:
         )
 
 
-ON_CPU = Sizes(batch=4, num_heads=2, head_dim=32, seqlen=64, steps=15, tune_seconds=15)
-ON_GPU = Sizes(batch=8, num_heads=8, head_dim=64, seqlen=1024, steps=60, tune_seconds=20)
+ON_CPU = Sizes(
+    batch=4, num_heads=2, head_dim=32, seqlen=64, steps=15, learning_rate=3e-3, tune_seconds=15
+)
+ON_GPU = Sizes(
+    batch=8, num_heads=4, head_dim=64, seqlen=1024, steps=40, learning_rate=1e-3, tune_seconds=15
+)
 
 
 class Block(nn.Module):
@@ -113,7 +118,7 @@ def train(sizes: Sizes, attend: AttentionFunction, device: str, backend: str) ->
     """The loss of each training step, through torch.compile, in bfloat16 autocast."""
     model = ByteModel(sizes, attend).to(device)
     compiled = torch.compile(model, backend=backend, fullgraph=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.learning_rate)
     losses = []
     for tokens in batches(sizes, device):
         with torch.autocast(device, torch.bfloat16):
@@ -226,6 +231,9 @@ def main() -> int:
     shown(str(explained))
 
     section(6, "Train a two-layer transformer with it, through torch.compile")
+    if not on_gpu:
+        print("   (here by the interpreter's own config: the records above are the H200's)")
+    print(f"   compiling, then {sizes.steps} steps with each attention ...", flush=True)
     ours, theirs = train_beside(sizes, attend, device)
     print("   step  attngen  PyTorch's SDPA")
     for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import subprocess
 import sys
@@ -85,7 +86,9 @@ def test_readme_kernel_is_what_is_emitted():
     spec = AttentionSpec(head_dim=128, dtype="bfloat16", causal=True)
     h200 = by_name("nvidia_h200")
     bucket = spec_bucket("fwd", spec, Workload(1, 16, 16, 4096, 4096))
-    assert excerpt in render(spec, default_config(spec.text, bucket, h200))
+    text = render(spec, default_config(spec.text, bucket, h200))
+    now = text[text.index("        s = score(") : text.index("        m_i = m_new\n")]
+    assert excerpt in text, f"README shows an older kernel; the loop reads now:\n{now}"
 
 
 def test_contributing_names_five_commands():
@@ -114,6 +117,14 @@ def test_functions_named_in_algorithms_are_in_their_templates():
     assert len(places) > 15
     for name, function in places:
         assert f"def {function}(" in (ROOT / "templates" / name).read_text(), (name, function)
+
+
+def test_worked_example_of_the_online_softmax():
+    text = section("Online softmax", (ROOT / "docs" / "algorithms.md").read_text())
+    for scores in ((10, 20, 30, 5), (10, 10, 5, 5)):
+        weights = [math.exp(score) for score in scores]
+        out = sum(w * value for w, value in zip(weights, (1, 2, 3, 4), strict=True)) / sum(weights)
+        assert f"out {out:.7f} and lse {math.log(sum(weights)):.7f}" in text
 
 
 def test_modules_named_in_the_design_exist():

@@ -12,7 +12,7 @@ import pytest
 import torch
 from support import SMALL_BWD, SMALL_FWD, assert_close, assert_exact, make_qkv
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -186,6 +186,21 @@ def test_fake_results_equal_real_ones_in_shape_stride_and_dtype(
 
 # ---- torch.compile and export ---------------------------------------------------------------
 
+
+def compiled(function: Callable[..., Any], dynamic: bool | None = True) -> Callable[..., Any]:
+    """A fresh torch.compile of a function, whose graphs `graphs()` counts."""
+    torch._dynamo.reset()
+    counters.clear()
+    made: Callable[..., Any] = torch.compile(
+        function, backend="aot_eager", fullgraph=True, dynamic=dynamic
+    )
+    return made
+
+
+def graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
 LENGTHS = (17, 33, 64, 50, 97, 20)
 
 
@@ -197,62 +212,56 @@ def _run_with_gradients(attend: Any, *tensors: Tensor) -> list[Tensor]:
 
 
 def _entry_points() -> dict[str, Callable[..., Any]]:
-    compiled = attngen.compile(attngen.AttentionSpec(head_dim=16, dtype="float32", causal=True))
+    attn = attngen.compile(attngen.AttentionSpec(head_dim=16, dtype="float32", causal=True))
     return {
         "attention": lambda q, k, v: attngen.attention(q, k, v, causal=True, return_lse=True),
-        "compile": lambda q, k, v: compiled(q, k, v, return_lse=True),
+        "compile": lambda q, k, v: attn(q, k, v, return_lse=True),
     }
 
 
 @pytest.mark.parametrize("attend", _entry_points().values(), ids=_entry_points())
 def test_torch_compile_makes_one_graph_for_all_lengths(attend: Callable[..., Any]) -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+    fast = compiled(attend)
     for seqlen in LENGTHS:
         tensors = make_qkv(seqlen_q=seqlen, seqlen_k=seqlen + 3)
-        assert_close(_run_with_gradients(compiled, *tensors), _run_with_gradients(attend, *tensors))
-    assert counter.frame_count == 1
+        assert_close(_run_with_gradients(fast, *tensors), _run_with_gradients(attend, *tensors))
+    assert graphs() == 1
 
 
 def test_torch_compile_with_dropout_and_windows_makes_one_graph() -> None:
-    """Window sizes, scales and probabilities are run-time numbers too."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
+    """Window sizes are run-time numbers too."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, left: int, seed: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(q: Tensor, k: Tensor, v: Tensor, left: int, seed: Tensor) -> Any:
         return attngen.attention(
             q, k, v, window=(left, 2), dropout_p=0.3, dropout_seed=seed, return_lse=True
         )
 
-    compiled = torch.compile(attend, backend=counter, fullgraph=True, dynamic=True)
+    fast = compiled(attend)
     for seqlen, left in ((17, 5), (33, 9), (26, 2)):
-        tensors, seed = make_qkv(seqlen_q=seqlen), torch.tensor([seqlen])
-        got = _run_with_gradients(lambda *x: compiled(*x, left, seed), *tensors)  # noqa: B023
-        want = _run_with_gradients(lambda *x: attend(*x, left, seed), *tensors)  # noqa: B023
+        tensors, rest = make_qkv(seqlen_q=seqlen), (left, torch.tensor([seqlen]))
+        got = _run_with_gradients(lambda *x: fast(*x, *rest), *tensors)  # noqa: B023
+        want = _run_with_gradients(lambda *x: attend(*x, *rest), *tensors)  # noqa: B023
         assert_close(got, want)
-    assert counter.frame_count == 1
+    assert graphs() == 1
 
 
 def test_mark_dynamic_does_not_specialise_lengths() -> None:
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(_entry_points()["attention"], backend=counter, fullgraph=True)
+    fast = compiled(_entry_points()["attention"], dynamic=None)
     for seqlen in (17, 40, 23):
         tensors = make_qkv(seqlen_q=seqlen, seqlen_k=seqlen + 3)
         for x in tensors:
             torch._dynamo.mark_dynamic(x, 2)
-        assert_exact(compiled, *tensors, {"causal": True})
-    assert counter.frame_count == 1
+        assert_exact(fast, *tensors, {"causal": True})
+    assert graphs() == 1
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("default::DeprecationWarning")  # inductor's own use of torch.jit
 def test_inductor_equals_eager() -> None:
     torch._dynamo.reset()
-    attend = _entry_points()["compile"]
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True)
+    fast = torch.compile(_entry_points()["compile"], fullgraph=True, dynamic=True)
     for seqlen in (17, 40, 23):
-        assert_exact(compiled, *make_qkv(seqlen_q=seqlen), {"causal": True})
+        assert_exact(fast, *make_qkv(seqlen_q=seqlen), {"causal": True})
 
 
 class Block(torch.nn.Module):
@@ -652,10 +661,7 @@ def _attend_through(path: str, options: dict[str, Any]) -> Callable[..., tuple[T
             out, lse = attngen.attention(q, k, v, **fields, **call)
         return out, lse
 
-    if path == "torch.compile":
-        torch._dynamo.reset()
-        return torch.compile(attend, backend="aot_eager", fullgraph=True, dynamic=True)
-    return attend
+    return compiled(attend) if path == "torch.compile" else attend
 
 
 @pytest.mark.parametrize("path", PATHS)

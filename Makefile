@@ -1,0 +1,92 @@
+# Every target sets up what it needs, once. `make demo` and `make test` are all a new user types.
+#
+# On a machine whose python3 already has a torch that sees CUDA, .venv borrows that torch and triton.
+# Elsewhere it gets the CPU builds that constraints.txt names. NO_VENV=1 installs nothing and uses
+# python3 as it is (a GPU machine without a network).
+
+PYTHON ?= python3
+# Where CPU builds of torch come from on a machine without a GPU, beside the configured index.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+
+HAS_CUDA = $(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null
+CHECK_PYTHON = $(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), \
+	f'attngen needs Python 3.10 or later, found {sys.version.split()[0]}: make PYTHON=python3.12'"
+# Installed torch and triton as constraints, so that pip keeps them.
+FREEZE = $(PYTHON) -c "import torch, triton; \
+	print(f'torch=={torch.__version__}\ntriton=={triton.__version__}\nnumpy<2.4')"
+
+ifdef NO_VENV
+PY = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
+READY =
+else
+PY = .venv/bin/python
+READY = .venv/ready
+endif
+
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
+NEWEST = OMP_NUM_THREADS=1 .venv-newest/bin/python
+
+.PHONY: demo test accept accept-newest lint format golden gpu-test clean
+
+demo: $(READY)
+	$(PY) examples/demo.py
+
+# At most 10 minutes on 2 cores.
+test: lint
+	$(PYTEST) -q -n 2 -m "not gpu and not slow"
+
+# Everything: the slow tests, every case in both dtypes, every shipped record compiled for its
+# arch, and the newest Triton that the package supports.
+accept: lint accept-newest
+	$(PYTEST) -q -n 2 -m "not gpu" --durations=20
+
+accept-newest: .venv-newest/ready
+	$(NEWEST) -c "import triton; print('Triton', triton.__version__)"
+	$(NEWEST) -m pytest -q -n 2 -m "not gpu" tests/test_cases.py tests/test_compile_only.py
+
+lint: $(READY)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+format: $(READY)
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+golden: $(READY)
+	$(PYTEST) -q tests/test_render.py --update-golden
+
+# On a machine with a GPU; add `NO_VENV=1` where there is no network.
+gpu-test: $(READY)
+	$(PY) -m pytest -q -m gpu tests/gpu
+
+clean:
+	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+
+.venv/ready: pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	@if $(HAS_CUDA); then \
+		echo "set-up: .venv with this machine's torch and triton"; \
+		$(PYTHON) -m venv --system-site-packages .venv && \
+		$(FREEZE) > .venv/constraints.txt && \
+		.venv/bin/python -m pip install -q -c .venv/constraints.txt -e ".[dev]"; \
+	else \
+		echo "set-up: .venv with CPU builds of torch and triton (a few minutes)"; \
+		$(PYTHON) -m venv .venv && \
+		.venv/bin/python -m pip install -qq -c constraints.txt \
+			--extra-index-url $(TORCH_INDEX) torch && \
+		.venv/bin/python -m pip install -q -c constraints.txt -e ".[dev]"; \
+	fi
+	@touch $@
+
+# The same with the newest Triton that pyproject.toml allows; compiling for a GPU needs none.
+.venv-newest/ready: pyproject.toml constraints.txt
+	@$(CHECK_PYTHON)
+	@echo "set-up: .venv-newest with the newest supported Triton"
+	$(PYTHON) -m venv .venv-newest
+	grep -v '^triton' constraints.txt > .venv-newest/constraints.txt
+	.venv-newest/bin/python -m pip install -qq -c .venv-newest/constraints.txt \
+		--extra-index-url $(TORCH_INDEX) torch
+	.venv-newest/bin/python -m pip install -q -c .venv-newest/constraints.txt --upgrade \
+		--upgrade-strategy eager -e ".[dev]"
+	@touch $@
