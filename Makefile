@@ -15,6 +15,9 @@ CHECK_PYTHON = $(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), \
 FREEZE = $(PYTHON) -c "import torch, triton; \
 	print(f'torch=={torch.__version__}\ntriton=={triton.__version__}\nnumpy<2.4')"
 
+# Torch comes first, alone: left to the rest, pip would take a CUDA build of several GB.
+CPU_TORCH = PIP install -qq --no-deps --retries 1 -c constraints.txt --extra-index-url $(TORCH_INDEX) torch
+
 ifdef NO_VENV
 PY = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 READY =
@@ -73,8 +76,7 @@ clean:
 	else \
 		echo "set-up: .venv with CPU builds of torch and triton (a few minutes)"; \
 		$(PYTHON) -m venv .venv && \
-		.venv/bin/python -m pip install -qq -c constraints.txt \
-			--extra-index-url $(TORCH_INDEX) torch && \
+		$(subst PIP,.venv/bin/python -m pip,$(CPU_TORCH)) && \
 		.venv/bin/python -m pip install -q -c constraints.txt -e ".[dev]"; \
 	fi
 	@touch $@
@@ -85,8 +87,7 @@ clean:
 	@echo "set-up: .venv-newest with the newest supported Triton"
 	$(PYTHON) -m venv .venv-newest
 	grep -v '^triton' constraints.txt > .venv-newest/constraints.txt
-	.venv-newest/bin/python -m pip install -qq -c .venv-newest/constraints.txt \
-		--extra-index-url $(TORCH_INDEX) torch
+	$(subst PIP,.venv-newest/bin/python -m pip,$(CPU_TORCH))
 	.venv-newest/bin/python -m pip install -q -c .venv-newest/constraints.txt --upgrade \
 		--upgrade-strategy eager -e ".[dev]"
 	@touch $@

@@ -1,0 +1,714 @@
+"""Attention backward: bfloat16, head_dim 128, tiles by pointer.
+
+Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run it.
+  spec    head_dim=128,dtype=bfloat16
+  config  lowering=triton,tiles=pointer,dq=atomic,block_m=64,block_n=128,num_warps=8,num_stages=2
+  again   attngen emit SPEC --config CONFIG, with the two lines above
+softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+HEAD_DIM = tl.constexpr(128)
+HEAD_DIM_V = tl.constexpr(128)
+LOG2E = tl.constexpr(1.4426950408889634)
+PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
+RUN_TIME = [  # sizes, positions and windows: a new value compiles nothing
+    "num_heads_q",
+    "num_heads",
+    "group_size",
+    "heads_per_run",
+    "seqlen_q",
+    "seqlen_k",
+    "padded_q",
+    "q_start",
+    "q_step",
+    "k_start",
+    "k_step",
+    "align",
+    "window_left",
+    "window_right",
+    "batch_start",
+    "head_start",
+    "threshold",
+]
+
+CONFIG_DKDV = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 128,
+    "num_warps": 8,
+    "num_stages": 2,
+}
+
+
+@triton.jit
+def locate(pid, num_tiles, num_heads, heads_per_run):
+    """(tile, head) of a program: heads in runs whose K and V fit in L2, tile by tile in a run."""
+    first = pid // (num_tiles * heads_per_run) * heads_per_run
+    heads = tl.minimum(heads_per_run, num_heads - first)
+    rest = pid - first * num_tiles
+    return rest // heads, first + rest % heads
+
+
+@triton.jit
+def load_rows(
+    head_ptr,
+    stride,
+    start,
+    limit,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    GUARD: tl.constexpr,
+):
+    """Rows start .. start + COUNT and columns FIRST .. FIRST + WIDTH of one head.
+
+    Rows from `limit` on (if GUARD) and columns from DIM on read as zero.
+    """
+    rows = tl.arange(0, COUNT)
+    columns = FIRST + tl.arange(0, WIDTH)
+    stride = tl.cast(stride, tl.int64)
+    ptrs = head_ptr + start * stride + (rows[:, None] * stride + columns[None, :])
+    if GUARD and FIRST + WIDTH > DIM:
+        return tl.load(ptrs, (start + rows < limit)[:, None] & (columns < DIM)[None, :], 0.0)
+    elif GUARD:
+        return tl.load(ptrs, (start + rows < limit)[:, None], 0.0)
+    elif FIRST + WIDTH > DIM:
+        return tl.load(ptrs, (columns < DIM)[None, :], 0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_rows(
+    head_ptr,
+    stride,
+    start,
+    limit,
+    value,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Write a [COUNT, WIDTH] tile to rows start .. below `limit`, columns FIRST .. below DIM."""
+    rows = tl.arange(0, COUNT)
+    columns = FIRST + tl.arange(0, WIDTH)
+    stride = tl.cast(stride, tl.int64)
+    ptrs = head_ptr + start * stride + (rows[:, None] * stride + columns[None, :])
+    inside = (start + rows < limit)[:, None] & (columns < DIM)[None, :]
+    tl.store(ptrs, value.to(head_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def add_rows(
+    head_ptr,
+    stride,
+    start,
+    limit,
+    value,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Add a [COUNT, WIDTH] float32 tile to rows start .. below `limit`, atomically per element."""
+    rows = tl.arange(0, COUNT)
+    columns = FIRST + tl.arange(0, WIDTH)
+    stride = tl.cast(stride, tl.int64)
+    ptrs = head_ptr + start * stride + (rows[:, None] * stride + columns[None, :])
+    inside = (start + rows < limit)[:, None] & (columns < DIM)[None, :]
+    tl.atomic_add(ptrs, value, inside, sem="relaxed")
+
+
+@triton.jit
+def score(qk, qk_scale):
+    """The raw q.k: its scale is applied inside the exponential."""
+    return qk
+
+
+@triton.jit
+def probability(s, exp_scale, minus_lse):
+    """P from a score and minus the row's log-sum-exp in base 2, -inf where there is no gradient.
+
+    The fused product keeps what scores of 1e5 and more differ by.
+    """
+    return tl.exp2(tl.fma(s, exp_scale, minus_lse))
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_bwd_preprocess(
+    out_ptr,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    do_ptr,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    dlse_ptr,
+    lse_ptr,
+    rows_ptr,
+    dq_sum_ptr,
+    num_heads_q,
+    seqlen_q,
+    padded_q,
+    BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """Two numbers a query row: minus lse in base 2, and delta = rowsum(out * do) - dlse
+    (FlashAttention-2, algorithm 2, line 4).
+
+    Rows past the end, rows that see no key, and rows whose lse is too large for float32 to tell
+    their P (their scores exceed 4e7) get lse = inf, and so P = 0 and no gradient.
+    dq_sum, which attn_bwd_dkdv adds to, is set to zero.
+    """
+    num_tiles = tl.cdiv(padded_q, BLOCK_M)
+    start_m = tl.program_id(0) % num_tiles * BLOCK_M
+    head = tl.program_id(0) // num_tiles
+    batch = head // num_heads_q
+    head_q = head % num_heads_q
+    rows = start_m + tl.arange(0, BLOCK_M)
+    inside = rows < seqlen_q
+    o_head = out_ptr + batch * tl.cast(stride_ob, tl.int64)
+    o_head += head_q * tl.cast(stride_oh, tl.int64)
+    do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64)
+    do_head += head_q * tl.cast(stride_doh, tl.int64)
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    o = load_rows(
+        o_head,
+        stride_os,
+        start_m,
+        seqlen_q,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM_V,
+        True,
+    )
+    do = load_rows(
+        do_head,
+        stride_dos,
+        start_m,
+        seqlen_q,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM_V,
+        True,
+    )
+    delta += tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    at = head.to(tl.int64) * seqlen_q + rows
+    lse = tl.load(lse_ptr + at, inside, float("-inf")) * LOG2E
+    lost = tl.abs(lse) > 67108864.0
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + at, inside, 0.0)
+    to = head.to(tl.int64) * 2 * padded_q + rows
+    tl.store(rows_ptr + to, tl.where(lost, float("-inf"), -lse))
+    tl.store(rows_ptr + to + padded_q, tl.where(lost, 0.0, delta))
+    store_rows(
+        dq_sum_ptr + head.to(tl.int64) * seqlen_q * HEAD_DIM,
+        HEAD_DIM,
+        start_m,
+        seqlen_q,
+        tl.zeros([BLOCK_M, 128], tl.float32),
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM,
+    )
+
+
+@triton.jit
+def walk_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_head,
+    stride_qs,
+    do_head,
+    stride_dos,
+    dq_sum_ptr,
+    head,
+    rows_head,
+    padded_q,
+    start_n,
+    lo,
+    hi,
+    lo_j,
+    seqlen_q,
+    qk_scale,
+    exp_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+):
+    """Add what the query tiles lo .. hi give to dk and dv of one key tile.
+
+    Tiles are transposed, keys first (FlashAttention-2, algorithm 2, lines 7 to 16); P is
+    recomputed from lse. In PARTIAL tiles key j is seen by the queries
+    lo_j .. seqlen_q only.
+    """
+    for start_m in tl.range(lo, hi, BLOCK_M):
+        rows_q = start_m + tl.arange(0, BLOCK_M)
+        q = load_rows(
+            q_head,
+            stride_qs,
+            start_m,
+            seqlen_q,
+            0,
+            BLOCK_M,
+            128,
+            HEAD_DIM,
+            PARTIAL,
+        )  # [BLOCK_M, 128]
+        minus_lse = tl.load(rows_head + rows_q)
+        delta = tl.load(rows_head + padded_q + rows_q)
+        qk = tl.dot(k, q.T, input_precision=PRECISION)
+        s = score(qk, qk_scale)  # [BLOCK_N, BLOCK_M]
+        p = probability(s, exp_scale, minus_lse[None, :])
+        do = load_rows(
+            do_head,
+            stride_dos,
+            start_m,
+            seqlen_q,
+            0,
+            BLOCK_M,
+            128,
+            HEAD_DIM_V,
+            PARTIAL,
+        )  # [BLOCK_M, 128]
+        do = do.to(v.dtype)
+        dp = tl.dot(v, do.T, input_precision=PRECISION)
+        if PARTIAL:
+            keep = rows_q >= lo_j[:, None]
+            p = tl.where(keep, p, 0.0)
+        p_kept = p.to(do.dtype)
+        dv = tl.dot(p_kept, do, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        if PARTIAL:
+            ds = tl.where(keep, ds, 0.0)
+        ds = ds.to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+        dq = tl.dot(ds.T, k, input_precision=PRECISION)
+        add_rows(
+            dq_sum_ptr + head.to(tl.int64) * seqlen_q * HEAD_DIM,
+            HEAD_DIM,
+            start_m,
+            seqlen_q,
+            dq,
+            0,
+            BLOCK_M,
+            128,
+            HEAD_DIM,
+        )
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_bwd_dkdv(
+    q_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    k_ptr,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    v_ptr,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    do_ptr,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    dk_ptr,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    dv_ptr,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    dq_sum_ptr,
+    rows_ptr,
+    padded_q,
+    num_heads_q,
+    num_heads,
+    group_size,
+    heads_per_run,
+    seqlen_q,
+    seqlen_k,
+    softmax_scale,
+    qk_scale,
+    exp_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: dk and dv of BLOCK_N keys, summed in float32 over the query heads that share
+    them."""
+    num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    tile, head_shared = locate(tl.program_id(0), num_tiles, num_heads, heads_per_run)
+    num_heads_kv = num_heads_q // group_size
+    batch = head_shared // num_heads_kv
+    head_kv = head_shared % num_heads_kv
+    start_n = tile * BLOCK_N
+    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64)
+    k_head += head_kv * tl.cast(stride_kh, tl.int64)
+    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64)
+    v_head += head_kv * tl.cast(stride_vh, tl.int64)
+    k = load_rows(
+        k_head,
+        stride_ks,
+        start_n,
+        seqlen_k,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM,
+        True,
+    )  # [BLOCK_N, 128]
+    dk = tl.zeros([BLOCK_N, 128], tl.float32)
+    v = load_rows(
+        v_head,
+        stride_vs,
+        start_n,
+        seqlen_k,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM_V,
+        True,
+    )  # [BLOCK_N, 128]
+    dv = tl.zeros([BLOCK_N, 128], tl.float32)
+    begin = 0
+    rows = start_n + tl.arange(0, BLOCK_N)
+    lo_j = tl.zeros([BLOCK_N], tl.int32)
+    full_begin = 0
+    full_end = seqlen_q // BLOCK_M * BLOCK_M
+    end = seqlen_q
+    # No query sees keys past the end: all tiles of the last keys are partial.
+    lo_j = tl.where(rows < seqlen_k, lo_j, seqlen_q)
+    full_begin = tl.where(start_n + BLOCK_N > seqlen_k, end, full_begin)
+    full_end = tl.maximum(full_begin, full_end)
+
+    for member in range(group_size):
+        head_q = head_kv * group_size + member
+        head = batch * num_heads_q + head_q
+        rows_head = rows_ptr + head.to(tl.int64) * 2 * padded_q
+        q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64)
+        q_head += head_q * tl.cast(stride_qh, tl.int64)
+        do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64)
+        do_head += head_q * tl.cast(stride_doh, tl.int64)
+        dk, dv = walk_queries(
+            dk,
+            dv,
+            k,
+            v,
+            q_head,
+            stride_qs,
+            do_head,
+            stride_dos,
+            dq_sum_ptr,
+            head,
+            rows_head,
+            padded_q,
+            start_n,
+            begin,
+            full_begin,
+            lo_j,
+            seqlen_q,
+            qk_scale,
+            exp_scale,
+            BLOCK_M,
+            BLOCK_N,
+            PARTIAL=True,
+        )
+        dk, dv = walk_queries(
+            dk,
+            dv,
+            k,
+            v,
+            q_head,
+            stride_qs,
+            do_head,
+            stride_dos,
+            dq_sum_ptr,
+            head,
+            rows_head,
+            padded_q,
+            start_n,
+            full_begin,
+            full_end,
+            lo_j,
+            seqlen_q,
+            qk_scale,
+            exp_scale,
+            BLOCK_M,
+            BLOCK_N,
+            PARTIAL=False,
+        )
+        dk, dv = walk_queries(
+            dk,
+            dv,
+            k,
+            v,
+            q_head,
+            stride_qs,
+            do_head,
+            stride_dos,
+            dq_sum_ptr,
+            head,
+            rows_head,
+            padded_q,
+            start_n,
+            full_end,
+            end,
+            lo_j,
+            seqlen_q,
+            qk_scale,
+            exp_scale,
+            BLOCK_M,
+            BLOCK_N,
+            PARTIAL=True,
+        )
+
+    dk_head = dk_ptr + batch * tl.cast(stride_dkb, tl.int64)
+    dk_head += head_kv * tl.cast(stride_dkh, tl.int64)
+    store_rows(
+        dk_head,
+        stride_dks,
+        start_n,
+        seqlen_k,
+        dk * softmax_scale,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM,
+    )
+    dv_head = dv_ptr + batch * tl.cast(stride_dvb, tl.int64)
+    dv_head += head_kv * tl.cast(stride_dvh, tl.int64)
+    store_rows(
+        dv_head,
+        stride_dvs,
+        start_n,
+        seqlen_k,
+        dv,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM_V,
+    )
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_bwd_dq_cast(
+    dq_sum_ptr,
+    dq_ptr,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    num_heads_q,
+    seqlen_q,
+    softmax_scale,
+    BLOCK_M: tl.constexpr,
+):
+    """dq = softmax_scale * dq_sum, in the dtype of q."""
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    start_m = tl.program_id(0) % num_tiles * BLOCK_M
+    head = tl.program_id(0) // num_tiles
+    dq_head = dq_ptr + head // num_heads_q * tl.cast(stride_dqb, tl.int64)
+    dq_head += head % num_heads_q * tl.cast(stride_dqh, tl.int64)
+    dq_sum = load_rows(
+        dq_sum_ptr + head.to(tl.int64) * seqlen_q * HEAD_DIM,
+        HEAD_DIM,
+        start_m,
+        seqlen_q,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM,
+        True,
+    )
+    store_rows(
+        dq_head,
+        stride_dqs,
+        start_m,
+        seqlen_q,
+        dq_sum * softmax_scale,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM,
+    )
+
+
+def plan(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    do,
+    dlse,
+    dq,
+    dk,
+    dv,
+    rows,
+    dq_sum,
+    *,
+    softmax_scale,
+    config_dkdv=CONFIG_DKDV,
+):
+    """The launches of one call, as (kernel, grid, arguments, constants), in order.
+
+    q, k, v, out, do, dq, dk, dv are (batch, heads, seqlen, dim), the last stride 1.
+    lse and dlse (or None) are (batch, heads, seqlen_q), float32, contiguous. rows is scratch:
+    (batch, heads, 2, padded seqlen_q), float32, contiguous, padded to a multiple of 128.
+    dq_sum is scratch: (batch, heads, seqlen_q, head_dim), float32, contiguous.
+    """
+    batch, num_heads_q, seqlen_q, _ = q.shape
+    num_heads_kv, seqlen_k = k.shape[1:3]
+    qk_scale = softmax_scale
+    exp_scale = softmax_scale * LOG2E.value
+    heads_per_run = 1
+    padded_q = rows.shape[3]
+    tiles = triton.cdiv(padded_q, 64) * batch * num_heads_q
+    preprocess = (
+        out,
+        out.stride(0),
+        out.stride(1),
+        out.stride(2),
+        do,
+        do.stride(0),
+        do.stride(1),
+        do.stride(2),
+        lse if dlse is None else dlse,
+        lse,
+        rows,
+        dq_sum,
+        num_heads_q,
+        seqlen_q,
+        padded_q,
+    )
+    numbers = (
+        seqlen_q,
+        seqlen_k,
+        softmax_scale,
+        qk_scale,
+        exp_scale,
+    )
+    dkdv = (
+        q,
+        q.stride(0),
+        q.stride(1),
+        q.stride(2),
+        k,
+        k.stride(0),
+        k.stride(1),
+        k.stride(2),
+        v,
+        v.stride(0),
+        v.stride(1),
+        v.stride(2),
+        do,
+        do.stride(0),
+        do.stride(1),
+        do.stride(2),
+        dk,
+        dk.stride(0),
+        dk.stride(1),
+        dk.stride(2),
+        dv,
+        dv.stride(0),
+        dv.stride(1),
+        dv.stride(2),
+        dq_sum,
+        rows,
+        padded_q,
+        num_heads_q,
+        batch * num_heads_kv,
+        num_heads_q // num_heads_kv,
+        heads_per_run,
+        *numbers,
+    )
+    cast = (
+        dq_sum,
+        dq,
+        dq.stride(0),
+        dq.stride(1),
+        dq.stride(2),
+        num_heads_q,
+        seqlen_q,
+        softmax_scale,
+    )
+    tiles_cast = triton.cdiv(seqlen_q, 64) * batch * num_heads_q
+    grid_n = triton.cdiv(seqlen_k, config_dkdv["BLOCK_N"]) * batch * num_heads_kv
+    first = {"BLOCK_M": 64, "HAS_DLSE": dlse is not None}
+    return [
+        (attn_bwd_preprocess, (tiles, 1, 1), preprocess, first),
+        (attn_bwd_dkdv, (grid_n, 1, 1), dkdv, config_dkdv),
+        (attn_bwd_dq_cast, (tiles_cast, 1, 1), cast, {"BLOCK_M": 64}),
+    ]
+
+
+def launch(*tensors, **numbers):
+    """Run the kernels; takes what plan() takes and writes dq, dk and dv."""
+    for kernel, grid, arguments, constants in plan(*tensors, **numbers):
+        kernel[grid](*arguments, **constants)
+
+
+def reference(q, k, v, *, softmax_scale, softcap=None, window_left=None, window_right=None):
+    """The same in plain PyTorch, float32: out and lse."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.float(), *(x.float().repeat_interleave(group, 1) for x in (k, v))
+    s = q @ k.transpose(2, 3) * softmax_scale
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+def example():
+    """Random inputs, and the numbers launch() takes beside tensors."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    heads, seqlen = (16, 4096) if device == "cuda" else (2, 100)
+    shape = (1, heads, seqlen)
+    q, k = (torch.randn(*shape, HEAD_DIM.value, device=device) for _ in "qk")
+    v = torch.randn(*shape, HEAD_DIM_V.value, device=device)
+    numbers = {
+        "softmax_scale": HEAD_DIM.value**-0.5,
+    }
+    dropout = {}
+    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return [x.to(dtype) for x in (q, k, v)], numbers, dropout
+
+
+def main():
+    """Check against PyTorch on random data, then print the time."""
+    (q, k, v), numbers, dropout = example()
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    out, lse = reference(*leaves, **numbers)
+    do = torch.randn_like(v)
+    want = torch.autograd.grad(out, leaves, do.float())
+    out, lse = out.detach().to(q.dtype), lse.detach()
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    padded = triton.cdiv(q.shape[2], 128) * 128
+    scratch = [torch.empty(*q.shape[:2], 2, padded, device=q.device)]
+    scratch.append(torch.empty(q.shape, device=q.device))
+    tensors = (q, k, v, out, lse, do, None, *grads, *scratch)
+    launch(*tensors, **numbers, **dropout)
+    for name, got, right in zip(("dq", "dk", "dv"), grads, want, strict=True):
+        error = ((got.float() - right).norm() / right.norm()).item()
+        print(f"{name}: relative error {error:.1e}")
+        assert error < 2e-2, f"{name} does not agree with PyTorch"
+    if q.is_cuda:
+        ms = triton.testing.do_bench(lambda: launch(*tensors, **numbers, **dropout))
+        print(f"{ms:.3f} ms for q of shape {tuple(q.shape)}")
+
+
+if __name__ == "__main__":
+    main()

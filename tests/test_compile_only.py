@@ -1,0 +1,98 @@
+"""Kernels compile for GPUs that are not here; in children, as interpreter and compiler do not mix.
+
+A driver that knows only a compute capability stands in for the real one.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from support import python
+
+from attngen import gpu as gpus
+from attngen.records import shipped
+from attngen.render import structural_variants
+from attngen.spec import AttentionSpec
+
+CHILD = """
+import json, sys
+from attngen.tuner.compile_worker import Compiler
+compiler = Compiler(int(sys.argv[1]))
+for line in json.loads(sys.argv[2]):
+    print(json.dumps(compiler({**line, "skip": []})))
+"""
+
+SPECS = {
+    "base": {},
+    "causal-window-dropout": {"causal": True, "window": (511, 0), "dropout_p": 0.1},
+    "softcap-window": {"window": (63, 31), "softcap": 30.0},
+    "d96-v40": {"head_dim": 96, "head_dim_v": 40},
+    "float32": {"dtype": "float32", "head_dim": 32, "causal": True},
+}
+
+
+def compile_all(capability: int, lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Facts of every kernel of every line, which names spec, direction, config and workload."""
+    done = python(CHILD, str(capability), json.dumps(lines), TRITON_INTERPRET="")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def _lines(fields: dict[str, Any], tiles: tuple[str, ...]) -> list[dict[str, Any]]:
+    spec = AttentionSpec(**{"head_dim": 64, **fields})
+    return [
+        {"spec": spec.key, "direction": direction, "config": config.as_dict(), "workload": sizes}
+        for direction, sizes in (("fwd", "1,8,2,512,512"), ("bwd", "1,8,2,512,512"))
+        for config in structural_variants(direction)  # type: ignore[arg-type]
+        if config.tiles in tiles
+    ]
+
+
+def _assert_compiled(lines: list[dict[str, Any]], found: list[dict[str, Any]]) -> None:
+    assert len(found) == len(lines)
+    for line, facts in zip(lines, found, strict=True):
+        assert "error" not in facts, (line, facts)
+        assert facts["kernels"] and not any(kernel["trap"] for kernel in facts["kernels"]), line
+
+
+def test_base_compiles_for_hopper() -> None:
+    lines = _lines({"causal": True}, ("pointer",))
+    _assert_compiled(lines, compile_all(90, lines))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS)
+@pytest.mark.parametrize(
+    ("capability", "tiles"),
+    [
+        pytest.param(80, ("pointer",), id="sm_80"),
+        pytest.param(90, ("pointer", "descriptor"), id="sm_90"),
+    ],
+)
+def test_every_text_compiles(
+    fields: dict[str, Any], capability: int, tiles: tuple[str, ...]
+) -> None:
+    lines = _lines(fields, tiles)
+    _assert_compiled(lines, compile_all(capability, lines))
+
+
+@pytest.mark.slow
+def test_every_shipped_record_compiles_for_its_gpu() -> None:
+    groups: dict[int, list[dict[str, Any]]] = {}
+    for record in shipped():
+        gpu = gpus.by_name(record.provenance.gpu)
+        bucket = record.bucket
+        heads = max(bucket.batch_heads, bucket.group_size, 1)
+        sizes = (1, heads, heads // max(bucket.group_size, 1), bucket.seqlen_q, bucket.seqlen_k)
+        groups.setdefault(int(gpu.arch.removeprefix("sm_")), []).append(
+            {
+                "spec": record.key.text_key,
+                "direction": record.direction,
+                "config": record.config,
+                "workload": ",".join(str(max(size, 1)) for size in sizes),
+            }
+        )
+    for capability, lines in groups.items():
+        _assert_compiled(lines, compile_all(capability, lines))

@@ -1,0 +1,157 @@
+"""Rendering: pure, formatted, no text for features that are off, and golden files."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_spec import BASE, CHANGES
+
+from attngen.config import BwdConfig, FwdConfig, KernelConfig
+from attngen.kernel import file_name
+from attngen.render import direction_of, render, structural_variants, template_hash
+from attngen.spec import AttentionSpec
+
+GOLDEN = Path(__file__).parent / "golden"
+
+FWD = FwdConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)
+FWD_TMA = FwdConfig(tiles="descriptor", block_m=128, block_n=128, num_warps=8, num_stages=3)
+BWD = BwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+BWD_ATOMIC = BwdConfig(dq="atomic", block_m=64, block_n=128, num_warps=8, num_stages=2)
+
+# Each adds one feature to the base, so that a diff of two neighbours is that feature.
+NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
+    "fwd_base": ({}, FWD),
+    "fwd_causal": ({"causal": True}, FWD),
+    "fwd_window": ({"window": (1023, 512)}, FWD),
+    "fwd_softcap": ({"softcap": 30.0}, FWD),
+    "fwd_dropout": ({"dropout_p": 0.1}, FWD),
+    "fwd_d96": ({"head_dim": 96}, FWD),
+    "fwd_d192_v128": ({"head_dim": 192, "head_dim_v": 128}, FWD),
+    "fwd_float32": ({"dtype": "float32"}, FWD),
+    "fwd_descriptor": ({}, FWD_TMA),
+    "bwd_base": ({}, BWD),
+    "bwd_atomic": ({}, BWD_ATOMIC),
+    "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
+}
+
+
+def _named(name: str) -> str:
+    fields, config = NAMED[name]
+    return render(AttentionSpec(**{"head_dim": 128, **fields}), config)
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_golden(name: str, request: pytest.FixtureRequest) -> None:
+    """`make golden` rewrites them; read the diff as code."""
+    path, text = GOLDEN / f"{name}.py", _named(name)
+    if request.config.getoption("--update-golden"):
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(text)
+    assert path.exists(), f"{path} is missing: make golden"
+    assert path.read_text() == text, f"{path} is out of date: make golden, and read the diff"
+
+
+def test_golden_folder_holds_nothing_else() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.py")} == set(NAMED)
+
+
+MATRIX = [
+    AttentionSpec(**dict(itertools.chain.from_iterable(map(dict.items, fields))))
+    for fields in itertools.product(
+        ({"head_dim": 64}, {"head_dim": 40, "head_dim_v": 112}),
+        ({"dtype": "bfloat16"}, {"dtype": "float32"}, {"dtype": "float32", "precision": "tf32"}),
+        ({}, {"causal": True}, {"causal": True, "window": (7, 0)}, {"window": (7, None)},
+         {"window": (None, 7)}, {"window": (7, 7)}),
+        ({}, {"dropout_p": 0.1}),
+        ({}, {"softcap": 9.0}),
+    )
+]  # fmt: skip
+
+
+def test_every_spec_renders_parses_and_is_formatted(tmp_path: Path) -> None:
+    """One ruff call for the whole matrix."""
+    for number, spec in enumerate(MATRIX):
+        for config in (*structural_variants("fwd"), *structural_variants("bwd")):
+            text = render(spec, config)
+            ast.parse(text)
+            assert "\t" not in text and not any(line.endswith(" ") for line in text.split("\n"))
+            name = file_name(spec, direction_of(config), text)
+            (tmp_path / f"{number}_{name}").write_text(text)
+    ruff = [sys.executable, "-m", "ruff"]
+    settings = ["--isolated", "--line-length", "100", "--target-version", "py310"]
+    found = subprocess.run(
+        [*ruff, "format", "--check", *settings, str(tmp_path)], capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stdout[:2000]
+    found = subprocess.run(
+        [*ruff, "check", *settings, "--select", "F", "--output-format", "concise", str(tmp_path)],
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, found.stdout[:2000]
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+@pytest.mark.parametrize(
+    ("field", "value", "seen"), CHANGES, ids=[f"{field}={value}" for field, value, _ in CHANGES]
+)
+def test_text_changes_only_with_the_text_key(
+    field: str, value: Any, seen: bool, direction: Any
+) -> None:
+    """What `text_key` forgets must not reach the text; what it holds must be in the header."""
+    base, changed = AttentionSpec(**BASE), AttentionSpec(**{**BASE, field: value})
+    same = template_hash(base.text, direction) == template_hash(changed.text, direction)
+    assert same is not seen
+    for config in structural_variants(direction):
+        assert (render(base, config) == render(changed, config)) is not seen
+
+
+def test_text_depends_on_config_only_where_it_says_so() -> None:
+    """One text serves every trial: tile sizes change the CONFIG lines and the header alone."""
+    spec = AttentionSpec(head_dim=64, causal=True, dropout_p=0.1)
+    small = FwdConfig(block_m=32, block_n=16, num_warps=1, num_stages=1)
+    pairs = zip(render(spec, FWD).splitlines(), render(spec, small).splitlines(), strict=True)
+    changed = [a.split()[0] for a, b in pairs if a != b]
+    assert changed == ["config", '"BLOCK_M":', '"BLOCK_N":', '"num_warps":', '"num_stages":']
+
+
+def test_render_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = _named("fwd_causal")
+    monkeypatch.setenv("TZ", "Asia/Tokyo")
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", "/elsewhere")
+    assert _named("fwd_causal") == before
+
+
+def test_features_that_are_off_leave_no_trace_in_the_kernels() -> None:
+    def kernels(name: str) -> str:
+        return _named(name).partition("CONFIG")[2].partition("def launch(")[0]
+
+    base = kernels("fwd_base") + kernels("bwd_base")
+    for word in ("dropout", "philox", "softcap", "window", "tanh", "Descriptor", "atomic", "align"):
+        assert word not in base, word
+    assert "philox" in kernels("fwd_dropout") and "tanh" in kernels("fwd_softcap")
+    assert "window" in kernels("fwd_window") and "align" in kernels("fwd_causal")
+
+
+def test_emitted_file_imports_torch_and_triton_only() -> None:
+    for name in NAMED:
+        modules = {
+            (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+            for node in ast.walk(ast.parse(_named(name)))
+            if isinstance(node, (ast.Import, ast.ImportFrom))
+        }
+        assert modules <= {"torch", "triton"}, name
+
+
+def test_header_says_how_to_make_the_file_again() -> None:
+    head = ast.get_docstring(ast.parse(_named("fwd_causal")))
+    assert head is not None
+    assert "spec    head_dim=128,dtype=bfloat16,causal=true" in head
+    assert f"config  {FWD.key}" in head
+    assert "again   attngen emit" in head
