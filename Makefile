@@ -59,9 +59,9 @@ format: $(READY)
 golden: $(READY)
 	$(PYTEST) -q tests/test_render.py --update-golden
 
-# On a machine with a GPU; add `NO_VENV=1` where there is no network.
+# On a machine with a GPU; add `NO_VENV=1` where there is no network, GPU_JOBS="-n 4" to share it.
 gpu-test: $(READY)
-	$(PY) -m pytest -q -m gpu tests/gpu
+	$(PY) -m pytest -q -m gpu tests/gpu $(GPU_JOBS)
 
 clean:
 	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
@@ -72,12 +72,12 @@ clean:
 		echo "set-up: .venv with this machine's torch and triton"; \
 		$(PYTHON) -m venv --system-site-packages .venv && \
 		$(FREEZE) > .venv/constraints.txt && \
-		.venv/bin/python -m pip install -q -c .venv/constraints.txt -e ".[dev]"; \
+		.venv/bin/python -m pip install -qq -c .venv/constraints.txt -e ".[dev]"; \
 	else \
 		echo "set-up: .venv with CPU builds of torch and triton (a few minutes)"; \
 		$(PYTHON) -m venv .venv && \
 		$(subst PIP,.venv/bin/python -m pip,$(CPU_TORCH)) && \
-		.venv/bin/python -m pip install -q -c constraints.txt -e ".[dev]"; \
+		.venv/bin/python -m pip install -qq -c constraints.txt -e ".[dev]"; \
 	fi
 	@touch $@
 
@@ -88,6 +88,6 @@ clean:
 	$(PYTHON) -m venv .venv-newest
 	grep -v '^triton' constraints.txt > .venv-newest/constraints.txt
 	$(subst PIP,.venv-newest/bin/python -m pip,$(CPU_TORCH))
-	.venv-newest/bin/python -m pip install -q -c .venv-newest/constraints.txt --upgrade \
+	.venv-newest/bin/python -m pip install -qq -c .venv-newest/constraints.txt --upgrade \
 		--upgrade-strategy eager -e ".[dev]"
 	@touch $@

@@ -62,9 +62,7 @@ def make_qkv(
     return q, k, v
 
 
-def oracle_options(
-    options: dict[str, Any], batch: int, heads: int, seqlen_q: int, seqlen_k: int
-) -> dict[str, Any]:
+def oracle_options(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, Any]:
     """Options of `attngen.attention` in the oracle's words."""
     causal = options.get("causal", False)
     named: dict[str, Any] = {
@@ -76,8 +74,8 @@ def oracle_options(
     }
     if options.get("dropout_p"):
         p, seed = options["dropout_p"], options["dropout_seed"]
-        keep = attngen.dropout_keep(seed, batch, heads, seqlen_q, seqlen_k, p)
-        named |= {"dropout_p": p, "keep": keep}
+        keep = attngen.dropout_keep(seed, *q.shape[:3], k.shape[2], p)
+        named |= {"dropout_p": p, "keep": keep.to(q.device)}
     return named
 
 
@@ -95,8 +93,7 @@ def assert_exact(
     The judge is the cases': twice the error of PyTorch in the same dtype plus a rounding band.
     `options` are those of `attngen.attention`, for the oracle.
     """
-    sizes = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    named = oracle_options(options or {}, *sizes)
+    named = oracle_options(options or {}, q, k)
     out, lse = attend(q, k, v)
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     loss, grads = [out], [do]
@@ -117,7 +114,10 @@ def assert_exact(
 
     right, right_grads = solve()
     yard, yard_grads = solve(math_dtype=torch.float32, round_to=narrow)
-    rows = [("out", out, right.out, yard.out, q.dtype), ("lse", lse, right.lse, yard.lse, lse.dtype)]
+    rows = [
+        ("out", out, right.out, yard.out, q.dtype),
+        ("lse", lse, right.lse, yard.lse, lse.dtype),
+    ]
     rows += [
         (f"d{name}", grad, right_grads[name], yard_grads[name], q.dtype)
         for name, grad in zip("qkv", got, strict=True)

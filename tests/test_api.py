@@ -194,9 +194,7 @@ def test_sdpa_means_what_torch_means(
     want = F.scaled_dot_product_attention(q, k, v, **options)
     do = torch.randn(want.shape)
     assert_close([got], [want])
-    assert_close(
-        torch.autograd.grad(got, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do)
-    )
+    assert_close(torch.autograd.grad(got, (q, k, v), do), torch.autograd.grad(want, (q, k, v), do))
 
 
 def test_sdpa_refuses_grouped_heads_without_enable_gqa() -> None:

@@ -47,9 +47,7 @@ def _params(*, built: bool) -> list[Any]:
 
 
 def _judge(case: dict[str, Any], over: dict[str, Any]) -> tuple[str, str]:
-    verdict: tuple[str, str] = run.judge(
-        case, over, attngen.attention, attngen.dropout_keep, "cpu"
-    )
+    verdict: tuple[str, str] = run.judge(case, over, attngen.attention, attngen.dropout_keep, "cpu")
     return verdict
 
 

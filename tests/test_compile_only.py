@@ -15,6 +15,7 @@ from attngen import gpu as gpus
 from attngen.records import shipped
 from attngen.render import structural_variants
 from attngen.spec import AttentionSpec
+from attngen.workload import DIRECTIONS, Bucket
 
 CHILD = """
 import json, sys
@@ -43,9 +44,14 @@ def compile_all(capability: int, lines: list[dict[str, Any]]) -> list[dict[str, 
 def _lines(fields: dict[str, Any], tiles: tuple[str, ...]) -> list[dict[str, Any]]:
     spec = AttentionSpec(**{"head_dim": 64, **fields})
     return [
-        {"spec": spec.key, "direction": direction, "config": config.as_dict(), "workload": sizes}
-        for direction, sizes in (("fwd", "1,8,2,512,512"), ("bwd", "1,8,2,512,512"))
-        for config in structural_variants(direction)  # type: ignore[arg-type]
+        {
+            "spec": spec.key,
+            "direction": direction,
+            "config": config.as_dict(),
+            "workload": "1,8,2,512,512",
+        }
+        for direction in DIRECTIONS
+        for config in structural_variants(direction)
         if config.tiles in tiles
     ]
 
@@ -82,16 +88,16 @@ def test_every_text_compiles(
 def test_every_shipped_record_compiles_for_its_gpu() -> None:
     groups: dict[int, list[dict[str, Any]]] = {}
     for record in shipped():
-        gpu = gpus.by_name(record.provenance.gpu)
-        bucket = record.bucket
-        heads = max(bucket.batch_heads, bucket.group_size, 1)
-        sizes = (1, heads, heads // max(bucket.group_size, 1), bucket.seqlen_q, bucket.seqlen_k)
+        gpu, at = gpus.by_name(record.provenance.gpu), Bucket.parse(record.key.bucket)
+        group = at.group_size or 1  # sizes are 0 in a batch-invariant bucket
+        heads = max(at.batch_heads, group) // group * group
+        sizes = (1, heads, heads // group, at.seqlen_q or 1024, at.seqlen_k or 1024)
         groups.setdefault(int(gpu.arch.removeprefix("sm_")), []).append(
             {
                 "spec": record.key.text_key,
                 "direction": record.direction,
                 "config": record.config,
-                "workload": ",".join(str(max(size, 1)) for size in sizes),
+                "workload": ",".join(map(str, sizes)),
             }
         )
     for capability, lines in groups.items():

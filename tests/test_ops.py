@@ -453,9 +453,7 @@ def test_checkpoint_without_rng_state_is_bit_equal_with_an_explicit_seed(reentra
     got = _train_step(
         block,
         x,
-        lambda x: checkpoint(
-            block, x, seed, use_reentrant=reentrant, preserve_rng_state=False
-        ),
+        lambda x: checkpoint(block, x, seed, use_reentrant=reentrant, preserve_rng_state=False),
     )
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
@@ -473,9 +471,7 @@ def test_selective_checkpoint_decides_whether_attention_runs_again(
     def contexts() -> Any:
         return create_selective_checkpoint_contexts(decide)
 
-    _train_step(
-        block, x, lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts)
-    )
+    _train_step(block, x, lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts))
     forwards = 1 if policy == CheckpointPolicy.MUST_SAVE else 2
     assert calls.count("fwd") == forwards
     assert calls.count("bwd") == 1
@@ -508,7 +504,11 @@ def test_two_threads_may_make_the_first_call_at_once() -> None:
         found: dict[int, list[Tensor]] = {}
 
         def first_call(
-            number: int, q: Tensor = q, k: Tensor = k, v: Tensor = v, barrier: Any = barrier,
+            number: int,
+            q: Tensor = q,
+            k: Tensor = k,
+            v: Tensor = v,
+            barrier: Any = barrier,
             found: dict[int, list[Tensor]] = found,
         ) -> None:
             barrier.wait()
@@ -695,10 +695,26 @@ def test_spec_field_that_is_not_built_is_refused(field: str) -> None:
         attngen.AttentionSpec(head_dim=16, **{field: UNBUILT_FIELDS[field]})
 
 
-UNBUILT_TENSORS = (
-    "bias attn_mask alibi_slopes sinks cu_seqlens_q cu_seqlens_k seqused_q seqused_k block_table "
-    "prefix_lens doc_ids_q doc_ids_k tree_mask block_map q_descale k_descale v_descale aux_tensors"
-).split()
+UNBUILT_TENSORS = [
+    "bias",
+    "attn_mask",
+    "alibi_slopes",
+    "sinks",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "block_table",
+    "prefix_lens",
+    "doc_ids_q",
+    "doc_ids_k",
+    "tree_mask",
+    "block_map",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "aux_tensors",
+]
 
 
 @pytest.mark.parametrize("path", ["attention", "compile"])

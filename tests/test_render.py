@@ -130,7 +130,7 @@ def test_render_is_pure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_features_that_are_off_leave_no_trace_in_the_kernels() -> None:
     def kernels(name: str) -> str:
-        return _named(name).partition("CONFIG")[2].partition("def launch(")[0]
+        return _named(name).partition("\nCONFIG")[2].partition("def launch(")[0]
 
     base = kernels("fwd_base") + kernels("bwd_base")
     for word in ("dropout", "philox", "softcap", "window", "tanh", "Descriptor", "atomic", "align"):
