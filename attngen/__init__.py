@@ -32,7 +32,27 @@ _HOME = {
     "tune": "attngen.tuner",
 }
 
-__all__ = [*sorted(_HOME)]
+__all__ = [
+    "Attention",
+    "AttentionSpec",
+    "AttngenError",
+    "DtypeError",
+    "GpuInfo",
+    "KernelCompileError",
+    "NoFeasibleConfigError",
+    "SpecError",
+    "StoreError",
+    "TuningError",
+    "UnsupportedSpecError",
+    "Workload",
+    "attention",
+    "compile",
+    "dropout_keep",
+    "merge",
+    "reload",
+    "sdpa",
+    "tune",
+]
 
 if TYPE_CHECKING:
     from attngen.api import Attention, attention, compile, reload, sdpa

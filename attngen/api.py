@@ -301,10 +301,12 @@ def reload() -> None:
     resolve.reset()
 
 
-@torch.compiler.assume_constant_result
 def _text_key(*traits: Any) -> str:
     """A constant to torch.compile, which warns of a cached function that it meets itself."""
     return _cached_text_key(*traits)
+
+
+torch.compiler.assume_constant_result(_text_key)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -386,7 +388,10 @@ def _run(
         scalars.append(float(dropout_p))
         ints += starts
         extra.append(_seed(dropout_seed, q))
-    out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)
+    if torch.compiler.is_compiling():
+        out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)
+    else:
+        out, lse = ops.forward(key, q, k, v, extra, scalars, ints)
     return out, lse
 
 
@@ -439,9 +444,7 @@ def _check_numbers(softmax_scale: float | None, softcap: float | None) -> None:
             "1/sqrt(head_dim)"
         )
     if softcap is not None and not 0 < softcap < math.inf:
-        raise SpecError(
-            f"softcap must be a positive number, got {softcap!r}; None switches it off"
-        )
+        raise SpecError(f"softcap must be a positive number, got {softcap!r}; None switches it off")
 
 
 def _drops(p: float) -> bool:

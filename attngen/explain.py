@@ -123,8 +123,11 @@ def explain_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Explan
                 "multiple of 16 bytes"
             )
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if ops.unit_last_stride(x) is not x:
-                notes.append(f"{name} is copied: its last stride is {x.stride(-1)}, not 1")
+            if ops.aligned(x) is not x:
+                notes.append(
+                    f"{name} is copied: its strides {tuple(x.stride())} are not 1 in the last dim "
+                    "and multiples of 16 bytes in the others"
+                )
         choices.append(
             Choice(choice.spec, choice.bucket, where, config, choice.found, tuple(notes))
         )

@@ -15,6 +15,7 @@ from typing import Any
 
 from attngen.config import KernelConfig
 from attngen.errors import KernelCompileError
+from attngen.launcher import launch
 from attngen.paths import kernel_dir
 from attngen.render import direction_of, render
 from attngen.spec import AttentionSpec
@@ -120,6 +121,10 @@ def _import(path: Path, interpret: bool) -> ModuleType:
     return module
 
 
+_INTERPRETING = threading.RLock()
+"""Triton's interpreter keeps its grid in globals: one thread at a time."""
+
+
 class Kernel:
     """One emitted file, imported: call it with what its `launch` takes."""
 
@@ -137,17 +142,14 @@ class Kernel:
             KernelCompileError: names the file, the line and the spec.
         """
         try:
+            plan = self.module.plan(*tensors, **numbers)
             if self.interpret:
-                _run_interpreted(self.module.plan(*tensors, **numbers))
+                _run_interpreted(plan)
             else:
-                for kernel, grid, arguments, constants in self.module.plan(*tensors, **numbers):
-                    kernel[grid](*arguments, **constants)
+                for kernel, grid, arguments, constants in plan:
+                    launch(kernel, grid, arguments, constants)
         except Exception as error:
             raise explained(error, self.path, self.spec) from error
-
-
-_INTERPRETING = threading.Lock()
-"""Triton's interpreter keeps the running program's number in a global."""
 
 
 def _run_interpreted(plan: list[Any]) -> None:
@@ -165,7 +167,9 @@ def explained(error: Exception, path: Path, spec: AttentionSpec) -> Exception:
 
     if isinstance(error, CompilationError):
         line = getattr(error.node, "lineno", 0) + _first_line(path, error.src) - 1
-        return KernelCompileError(f"{path}:{line}: {error.error_message or error} (spec {spec.text_key})")
+        return KernelCompileError(
+            f"{path}:{line}: {error.error_message or error} (spec {spec.text_key})"
+        )
     if isinstance(error, (OutOfResources, PTXASError)):
         return KernelCompileError(
             f"{path}: {error} (spec {spec.text_key}); choose smaller tiles: "

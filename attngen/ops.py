@@ -52,9 +52,7 @@ class _Call:
         right = ints.get("window_right")
         if left is not None and self.spec.is_causal:
             right = 0
-        at = bucket(
-            direction, sizes, (left, right), batch_invariant=self.spec.batch_invariant
-        )
+        at = bucket(direction, sizes, (left, right), batch_invariant=self.spec.batch_invariant)
         resolved = resolve(text_key, at, device_index_of(q))
         self.kernel = resolved.kernel
         self.by_pointer = resolved.by_pointer
@@ -65,9 +63,7 @@ _MAX_CALLS = 4096
 on_reset(_CALLS.clear)
 
 
-def _call(
-    direction: Direction, text_key: str, q: Tensor, k: Tensor, ints: dict[str, int]
-) -> _Call:
+def _call(direction: Direction, text_key: str, q: Tensor, k: Tensor, ints: dict[str, int]) -> _Call:
     window = (ints.get("window_left"), ints.get("window_right"))
     at = (direction, text_key, q.shape, k.shape, window, q.device)
     call = _CALLS.get(at)
@@ -90,9 +86,22 @@ def addressable(*tensors: Tensor) -> bool:
     return True
 
 
-def unit_last_stride(x: Tensor) -> Tensor:
-    """x itself, or a copy if its columns do not lie side by side."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+def aligned(x: Tensor) -> Tensor:
+    """x itself, or a copy whose rows begin at multiples of 16 bytes and whose last stride is 1.
+
+    Kernels load 16 bytes at a time. Rows of any other length are copied, once, into rows padded to
+    16 bytes: O(N d) bytes beside O(N^2 d) work.
+    """
+    unit = 16 // x.element_size()
+    *strides, last = x.stride()
+    if (last == 1 or x.shape[-1] == 1) and x.data_ptr() % 16 == 0:
+        if all(stride % unit == 0 for stride in strides):
+            return x
+        if all(s % unit == 0 or n == 1 for s, n in zip(strides, x.shape[:-1], strict=True)):
+            return x
+    *sizes, columns = x.shape
+    padded = x.new_empty((*sizes, -(-columns // unit) * unit))[..., :columns]
+    return padded.copy_(x)
 
 
 def _empty_bshd(like: Tensor, batch: int, heads: int, rows: int, dim: int, dtype: Any) -> Tensor:
@@ -166,7 +175,7 @@ def _forward(
         return [out, lse]
     if k.shape[2] == 0:
         return [out.zero_(), lse.fill_(float("-inf"))]
-    q, k, v = unit_last_stride(q), unit_last_stride(k), unit_last_stride(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     call = _call("fwd", text_key, q, k, named)
     run = call.kernel
     if run is not call.by_pointer and not addressable(q, k, v):
@@ -200,8 +209,9 @@ def _backward(
     dv = _empty_bshd(v, batch, heads_kv, seqlen_k, dim_v, v.dtype)
     if lse.numel() == 0 or k.numel() == 0:
         return [dq.zero_(), dk.zero_(), dv.zero_()]
-    dout = torch.zeros_like(out) if dout is None else unit_last_stride(dout)
-    q, k, v, out = (unit_last_stride(x) for x in (q, k, v, out))
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    dout = aligned(torch.zeros_like(out) if dout is None else dout)
+    out = out if out.stride(-1) == 1 else out.contiguous()
     lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
     call = _call("bwd", text_key, q, k, named)
@@ -228,7 +238,43 @@ def _fake_forward(
 
 
 def _fake_backward(text_key: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    return [_empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (q, k, v)]
+    return [
+        _empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (q, k, v)
+    ]
+
+
+def forward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> Sequence[Tensor]:
+    """`torch.ops.attngen.fwd`, past the dispatcher where nothing in it would act.
+
+    The dispatcher's two passes through Python (Autograd, then the device) cost more than a launch.
+    Modes, functorch transforms, tensor subclasses and autocast still go through it.
+    """
+    plain = (
+        _is_plain(q)
+        and _is_plain(k)
+        and _is_plain(v)
+        and torch._C._len_torch_dispatch_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.is_autocast_enabled(q.device.type)
+    )
+    if not plain:
+        return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        differentiable: Any = _Direct.apply
+        return differentiable(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[no-any-return]
+    return _forward(text_key, q, k, v, extra, scalars, ints)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor or type(x) is torch.nn.Parameter
 
 
 class _Attention(torch.autograd.Function):
@@ -262,6 +308,16 @@ class _Attention(torch.autograd.Function):
         return (None, None, None, *found, *(None,) * len(extra))
 
 
+class _Direct(_Attention):
+    """The same without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        text_key: str, scalars: Any, ints: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Any
+    ) -> tuple[Tensor, ...]:
+        return tuple(_forward(text_key, q, k, v, extra, scalars, ints))
+
+
 class _Once(torch.autograd.Function):
     """`attngen::bwd` under autograd: computes, and refuses to be differentiated again."""
 
@@ -278,24 +334,21 @@ class _Once(torch.autograd.Function):
         )
 
 
-def _differentiable(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-
-
 def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
-) -> list[Tensor]:
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        if torch.is_grad_enabled():
-            return list(_Attention.apply(text_key, scalars, ints, q, k, v, *extra))
+) -> Any:
+    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        differentiable: Any = _Attention.apply
+        return list(differentiable(text_key, scalars, ints, q, k, v, *extra))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
 
 
-def _autograd_backward(*arguments: Any) -> list[Tensor]:
+def _autograd_backward(*arguments: Any) -> Any:
     tensors = [x for x in arguments[1:8] if x is not None]
-    if _differentiable(*tensors):
-        return list(_Once.apply(arguments, *tensors))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        once: Any = _Once.apply
+        return list(once(arguments, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.attngen.bwd(*arguments)
 
@@ -303,7 +356,7 @@ def _autograd_backward(*arguments: Any) -> list[Tensor]:
 def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
     def cast_forward(
         text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
-    ) -> list[Tensor]:
+    ) -> Any:
         wanted = getattr(torch, parsed(text_key).dtype)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             q, k, v = (x.to(wanted) if x.is_floating_point() else x for x in (q, k, v))
@@ -319,8 +372,15 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _vmap_forward(
-    info: Any, in_dims: Any, text_key: Any, q: Any, k: Any, v: Any, extra: Any, scalars: Any,
-    ints: Any
+    info: Any,
+    in_dims: Any,
+    text_key: Any,
+    q: Any,
+    k: Any,
+    v: Any,
+    extra: Any,
+    scalars: Any,
+    ints: Any,
 ) -> Any:
     _refuse_batched(in_dims[4])
     folded = [_fold(x, d, info.batch_size) for x, d in zip((q, k, v), in_dims[1:4], strict=True)]

@@ -39,7 +39,7 @@ class Resolved:
 
 @functools.cache
 def triton_minor() -> str:
-    """"major.minor" of the installed Triton, without importing it."""
+    """Version of the installed Triton as "major.minor", without importing it."""
     return minor_of(importlib.metadata.version("triton"))
 
 
@@ -61,7 +61,9 @@ def device_info(index: int | None) -> GpuInfo:
     return gpus.INTERPRETER if index is None else gpus.from_device(index)
 
 
-def find(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> tuple[KernelConfig, Found, RecordKey]:
+def find(
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo
+) -> tuple[KernelConfig, Found, RecordKey]:
     """The config that serves a spec: a stored one that fits, else the default. Never tunes."""
     key = record_key(spec, bucket, gpu)
 

@@ -7,6 +7,8 @@ import json
 import pytest
 from support import python
 
+import attngen
+
 LIGHT = ["attngen"] + [
     f"attngen.{name}"
     for name in ("spec", "workload", "gpu", "config", "search_space", "render", "store", "errors")
@@ -49,6 +51,7 @@ def test_unknown_attribute_is_an_attribute_error() -> None:
 
 
 def test_every_public_name_loads() -> None:
+    assert sorted(attngen._HOME) == sorted(attngen.__all__)
     done = python("import attngen; print([getattr(attngen, n) for n in attngen.__all__])")
     assert done.returncode == 0, done.stderr
 

@@ -55,57 +55,6 @@ def locate(pid, num_tiles, num_heads, heads_per_run):
 
 
 @triton.jit
-def load_rows(
-    head_ptr,
-    stride,
-    start,
-    limit,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-    GUARD: tl.constexpr,
-):
-    """Rows start .. start + COUNT and columns FIRST .. FIRST + WIDTH of one head.
-
-    Rows from `limit` on (if GUARD) and columns from DIM on read as zero.
-    """
-    rows = tl.arange(0, COUNT)
-    columns = FIRST + tl.arange(0, WIDTH)
-    stride = tl.cast(stride, tl.int64)
-    ptrs = head_ptr + start * stride + (rows[:, None] * stride + columns[None, :])
-    if GUARD and FIRST + WIDTH > DIM:
-        return tl.load(ptrs, (start + rows < limit)[:, None] & (columns < DIM)[None, :], 0.0)
-    elif GUARD:
-        return tl.load(ptrs, (start + rows < limit)[:, None], 0.0)
-    elif FIRST + WIDTH > DIM:
-        return tl.load(ptrs, (columns < DIM)[None, :], 0.0)
-    else:
-        return tl.load(ptrs)
-
-
-@triton.jit
-def store_rows(
-    head_ptr,
-    stride,
-    start,
-    limit,
-    value,
-    FIRST: tl.constexpr,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Write a [COUNT, WIDTH] tile to rows start .. below `limit`, columns FIRST .. below DIM."""
-    rows = tl.arange(0, COUNT)
-    columns = FIRST + tl.arange(0, WIDTH)
-    stride = tl.cast(stride, tl.int64)
-    ptrs = head_ptr + start * stride + (rows[:, None] * stride + columns[None, :])
-    inside = (start + rows < limit)[:, None] & (columns < DIM)[None, :]
-    tl.store(ptrs, value.to(head_ptr.dtype.element_ty), inside)
-
-
-@triton.jit
 def score(qk, qk_scale):
     """The raw q.k: its scale is applied inside the exponential."""
     return qk
@@ -141,7 +90,7 @@ def attend(
     CAREFUL is for what the usual way gets wrong, and m_i is the maximum of s itself there: scores
     so large that the rounding of s * exp_scale shows in P.
     """
-    for start_n in tl.range(lo, hi, BLOCK_N):
+    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
         k = k_desc.load([batch, head_kv, start_n, 0])
         k = k.reshape(BLOCK_N, 128)
         qk = tl.dot(q, k.T, input_precision=PRECISION)
@@ -177,10 +126,7 @@ def attn_fwd(
     q_desc,
     k_desc,
     v_desc,
-    out_ptr,
-    stride_ob,
-    stride_oh,
-    stride_os,
+    out_desc,
     lse_ptr,
     num_heads_q,
     num_heads,
@@ -285,19 +231,9 @@ def attn_fwd(
     lse = tl.where(seen, m_i + tl.log2(tl.where(seen, l_i, 1.0)), float("-inf"))
     tl.store(lse_ptr + head.to(tl.int64) * seqlen_q + rows, lse / LOG2E, rows < seqlen_q)
     norm = tl.where(seen, 1.0 / tl.where(seen, l_i, 1.0), 0.0)[:, None]
-    out_head = out_ptr + batch * tl.cast(stride_ob, tl.int64)
-    out_head += head_q * tl.cast(stride_oh, tl.int64)
-    store_rows(
-        out_head,
-        stride_os,
-        start_m,
-        seqlen_q,
-        acc * norm,
-        0,
-        BLOCK_M,
-        128,
-        HEAD_DIM_V,
-    )
+    out = (acc * norm).to(out_desc.dtype)
+    out = out.reshape(1, 1, BLOCK_M, 128)
+    out_desc.store([batch, head_q, start_m, 0], out)
 
 
 def plan(
@@ -313,7 +249,7 @@ def plan(
     """The launches of one call, as (kernel, grid, arguments, constants).
 
     q, k, v and out are (batch, heads, seqlen, dim), the last stride 1, the others any.
-    Pointers and strides of q, k and v must be multiples of 16 bytes.
+    Pointers and strides of q, k, v and out must be multiples of 16 bytes.
     lse is (batch, heads, seqlen_q), float32, contiguous, natural log. Scales are positive.
     """
     batch, num_heads_q, seqlen_q, _ = q.shape
@@ -341,10 +277,12 @@ def plan(
             list(v.stride()),
             [1, 1, block_n, 128],
         ),
-        out,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
+        TensorDescriptor(
+            out,
+            list(out.shape),
+            list(out.stride()),
+            [1, 1, block_m, 128],
+        ),
         lse,
         num_heads_q,
         batch * num_heads_q,

@@ -185,7 +185,7 @@ def attend(
     CAREFUL is for what the usual way gets wrong, and m_i is the maximum of s itself there: scores
     so large that the rounding of s * exp_scale shows in P.
     """
-    for start_n in tl.range(lo, hi, BLOCK_N):
+    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
         k = load_rows(
             k_head,
             stride_ks,

@@ -194,7 +194,7 @@ def attend(
     so large that the rounding of s * exp_scale shows in P, and NaN or inf in hidden keys, whose
     weight is zero, but zero times NaN is NaN.
     """
-    for start_n in tl.range(lo, hi, BLOCK_N):
+    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
         k = load_rows(
             k_head,
             stride_ks,
