@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 
 from attngen import interpreter
 from attngen.errors import DtypeError, SpecError
@@ -268,8 +269,8 @@ def forward(
     if not plain:
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        differentiable: Any = _Direct.apply
-        return differentiable(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[no-any-return]
+        results: Sequence[Tensor] = _apply(_Direct, text_key, scalars, ints, q, k, v, *extra)
+        return results
     return _forward(text_key, q, k, v, extra, scalars, ints)
 
 
@@ -277,8 +278,12 @@ def _is_plain(x: Tensor) -> bool:
     return type(x) is Tensor or type(x) is torch.nn.Parameter
 
 
-class _Attention(torch.autograd.Function):
-    """Gradients of `attngen::fwd`: one call of `attngen::bwd`."""
+class _Attention(torch.autograd.function._SingleLevelFunction):
+    """Gradients of `attngen::fwd`: one call of `attngen::bwd`.
+
+    Single-level, because under torch.func the dispatcher has already peeled the other levels off
+    when it comes to the Autograd key.
+    """
 
     @staticmethod
     def forward(
@@ -318,7 +323,7 @@ class _Direct(_Attention):
         return tuple(_forward(text_key, q, k, v, extra, scalars, ints))
 
 
-class _Once(torch.autograd.Function):
+class _Once(torch.autograd.function._SingleLevelFunction):
     """`attngen::bwd` under autograd: computes, and refuses to be differentiated again."""
 
     @staticmethod
@@ -334,12 +339,18 @@ class _Once(torch.autograd.Function):
         )
 
 
+def _apply(function: Any, *arguments: Any) -> Any:
+    if torch._C._are_functorch_transforms_active():
+        with enable_single_level_autograd_function():
+            return function.apply(*arguments)
+    return function.apply(*arguments)
+
+
 def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        differentiable: Any = _Attention.apply
-        return list(differentiable(text_key, scalars, ints, q, k, v, *extra))
+        return list(_apply(_Attention, text_key, scalars, ints, q, k, v, *extra))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
 
@@ -347,8 +358,7 @@ def _autograd_forward(
 def _autograd_backward(*arguments: Any) -> Any:
     tensors = [x for x in arguments[1:8] if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        once: Any = _Once.apply
-        return list(once(arguments, *tensors))
+        return list(_apply(_Once, arguments, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.attngen.bwd(*arguments)
 

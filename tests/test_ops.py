@@ -256,7 +256,6 @@ def test_mark_dynamic_does_not_specialise_lengths() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("default::DeprecationWarning")  # inductor's own use of torch.jit
 def test_inductor_equals_eager() -> None:
     torch._dynamo.reset()
     fast = torch.compile(_entry_points()["compile"], fullgraph=True, dynamic=True)

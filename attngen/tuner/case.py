@@ -19,6 +19,7 @@ from attngen.workload import Workload
 
 SEED = 0x5EED_0F_A77E
 _STORED_ROWS = 16
+_STORED_COLUMNS = 8
 _SCRATCH_ROWS = 128  # what plan() of a backward asks for
 
 
@@ -98,7 +99,7 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
     def filled(heads: int, rows: int, dim: int) -> Tensor:
         shape = _padded(spec.layout, batch, heads, rows, dim)
         values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
-        return _as_bhsd(values, spec.layout)[:, :, :rows]
+        return _as_bhsd(values, spec.layout)[:, :, :rows, :dim]
 
     def result(heads: int, rows: int, dim: int) -> Tensor:
         return torch.empty((batch, rows, heads, dim), dtype=dtype, device=device).transpose(1, 2)
@@ -134,8 +135,8 @@ def _up(rows: int, multiple: int) -> int:
 
 
 def _padded(layout: str, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
-    """The stored shape. Rows are padded to 16, so that odd lengths keep the strides' alignment."""
-    rows = _up(rows, _STORED_ROWS)
+    """The stored shape: 16 bytes a row at least, as ops.aligned gives, and rows in sixteens."""
+    rows, dim = _up(rows, _STORED_ROWS), _up(dim, _STORED_COLUMNS)
     return (batch, rows, heads, dim) if layout == "bshd" else (batch, heads, rows, dim)
 
 

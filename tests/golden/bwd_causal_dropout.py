@@ -14,9 +14,10 @@ import triton.language as tl
 
 HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
+UNIT = tl.constexpr(8)  # elements in 16 bytes, which strides are counted in
 LOG2E = tl.constexpr(1.4426950408889634)
 PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
-RUN_TIME = [  # sizes, positions and windows: a new value compiles nothing
+RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles nothing
     "num_heads_q",
     "num_heads",
     "group_size",
@@ -34,6 +35,18 @@ RUN_TIME = [  # sizes, positions and windows: a new value compiles nothing
     "batch_start",
     "head_start",
     "threshold",
+    "stride_qb",
+    "stride_qh",
+    "stride_qs",
+    "stride_kb",
+    "stride_kh",
+    "stride_ks",
+    "stride_vb",
+    "stride_vh",
+    "stride_vs",
+    "stride_dob",
+    "stride_doh",
+    "stride_dos",
 ]
 
 CONFIG_DKDV = {
@@ -239,9 +252,9 @@ def attn_bwd_preprocess(
     stride_oh,
     stride_os,
     do_ptr,
-    stride_dob,
-    stride_doh,
-    stride_dos,
+    stride_gb,
+    stride_gh,
+    stride_gs,
     dlse_ptr,
     lse_ptr,
     rows_ptr,
@@ -266,8 +279,8 @@ def attn_bwd_preprocess(
     inside = rows < seqlen_q
     o_head = out_ptr + batch * tl.cast(stride_ob, tl.int64)
     o_head += head_q * tl.cast(stride_oh, tl.int64)
-    do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64)
-    do_head += head_q * tl.cast(stride_doh, tl.int64)
+    do_head = do_ptr + batch * tl.cast(stride_gb, tl.int64)
+    do_head += head_q * tl.cast(stride_gh, tl.int64)
     delta = tl.zeros([BLOCK_M], tl.float32)
     o = load_rows(
         o_head,
@@ -282,7 +295,7 @@ def attn_bwd_preprocess(
     )
     do = load_rows(
         do_head,
-        stride_dos,
+        stride_gs,
         start_m,
         seqlen_q,
         0,
@@ -460,10 +473,14 @@ def attn_bwd_dkdv(
     batch = head_shared // num_heads_kv
     head_kv = head_shared % num_heads_kv
     start_n = tile * BLOCK_N
-    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64)
-    k_head += head_kv * tl.cast(stride_kh, tl.int64)
-    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64)
-    v_head += head_kv * tl.cast(stride_vh, tl.int64)
+    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64) * UNIT
+    k_head += head_kv * tl.cast(stride_kh, tl.int64) * UNIT
+    stride_ks *= UNIT
+    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64) * UNIT
+    v_head += head_kv * tl.cast(stride_vh, tl.int64) * UNIT
+    stride_vs *= UNIT
+    stride_qs *= UNIT
+    stride_dos *= UNIT
     k = load_rows(
         k_head,
         stride_ks,
@@ -511,6 +528,8 @@ def attn_bwd_dkdv(
         k_step,
         align,
     )
+    # A key that no query sees is hidden from the rows past the end too: it may hold NaN.
+    lo_j = tl.where(lo_j < seqlen_q, lo_j, seqlen_q + BLOCK_M)
     seed = tl.load(seed_ptr)
     batch_row = batch_start + batch
 
@@ -518,10 +537,10 @@ def attn_bwd_dkdv(
         head_q = head_kv * group_size + member
         head = batch * num_heads_q + head_q
         rows_head = rows_ptr + head.to(tl.int64) * 2 * padded_q
-        q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64)
-        q_head += head_q * tl.cast(stride_qh, tl.int64)
-        do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64)
-        do_head += head_q * tl.cast(stride_doh, tl.int64)
+        q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64) * UNIT
+        q_head += head_q * tl.cast(stride_qh, tl.int64) * UNIT
+        do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64) * UNIT
+        do_head += head_q * tl.cast(stride_doh, tl.int64) * UNIT
         head_row = head_start + head_q
         dk, dv = walk_queries(
             dk,
@@ -800,14 +819,18 @@ def attn_bwd_dq(
     head_kv = head_q // group_size
     start_m = tile * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
-    q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64)
-    q_head += head_q * tl.cast(stride_qh, tl.int64)
-    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64)
-    k_head += head_kv * tl.cast(stride_kh, tl.int64)
-    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64)
-    v_head += head_kv * tl.cast(stride_vh, tl.int64)
-    do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64)
-    do_head += head_q * tl.cast(stride_doh, tl.int64)
+    q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64) * UNIT
+    q_head += head_q * tl.cast(stride_qh, tl.int64) * UNIT
+    stride_qs *= UNIT
+    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64) * UNIT
+    k_head += head_kv * tl.cast(stride_kh, tl.int64) * UNIT
+    stride_ks *= UNIT
+    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64) * UNIT
+    v_head += head_kv * tl.cast(stride_vh, tl.int64) * UNIT
+    stride_vs *= UNIT
+    do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64) * UNIT
+    do_head += head_q * tl.cast(stride_doh, tl.int64) * UNIT
+    stride_dos *= UNIT
     seed = tl.load(seed_ptr)
     batch_row = batch_start + batch
     head_row = head_start + head_q
@@ -968,7 +991,8 @@ def plan(
 ):
     """The launches of one call, as (kernel, grid, arguments, constants), in order.
 
-    q, k, v, out, do, dq, dk, dv are (batch, heads, seqlen, dim), the last stride 1.
+    q, k, v, out, do, dq, dk, dv are (batch, heads, seqlen, dim), the last stride 1. Pointers and
+    other strides of q, k, v and do must be multiples of 16 bytes.
     lse and dlse (or None) are (batch, heads, seqlen_q), float32, contiguous. rows is scratch:
     (batch, heads, 2, padded seqlen_q), float32, contiguous, padded to a multiple of 128.
     seed is an int64 tensor of one element on the device.
@@ -1022,21 +1046,21 @@ def plan(
     )
     dkdv = (
         q,
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
+        q.stride(0) // UNIT.value,
+        q.stride(1) // UNIT.value,
+        q.stride(2) // UNIT.value,
         k,
-        k.stride(0),
-        k.stride(1),
-        k.stride(2),
+        k.stride(0) // UNIT.value,
+        k.stride(1) // UNIT.value,
+        k.stride(2) // UNIT.value,
         v,
-        v.stride(0),
-        v.stride(1),
-        v.stride(2),
+        v.stride(0) // UNIT.value,
+        v.stride(1) // UNIT.value,
+        v.stride(2) // UNIT.value,
         do,
-        do.stride(0),
-        do.stride(1),
-        do.stride(2),
+        do.stride(0) // UNIT.value,
+        do.stride(1) // UNIT.value,
+        do.stride(2) // UNIT.value,
         dk,
         dk.stride(0),
         dk.stride(1),
@@ -1055,21 +1079,21 @@ def plan(
     )
     queries = (
         q,
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
+        q.stride(0) // UNIT.value,
+        q.stride(1) // UNIT.value,
+        q.stride(2) // UNIT.value,
         k,
-        k.stride(0),
-        k.stride(1),
-        k.stride(2),
+        k.stride(0) // UNIT.value,
+        k.stride(1) // UNIT.value,
+        k.stride(2) // UNIT.value,
         v,
-        v.stride(0),
-        v.stride(1),
-        v.stride(2),
+        v.stride(0) // UNIT.value,
+        v.stride(1) // UNIT.value,
+        v.stride(2) // UNIT.value,
         do,
-        do.stride(0),
-        do.stride(1),
-        do.stride(2),
+        do.stride(0) // UNIT.value,
+        do.stride(1) // UNIT.value,
+        do.stride(2) // UNIT.value,
         dq,
         dq.stride(0),
         dq.stride(1),
@@ -1112,19 +1136,21 @@ def reference(q, k, v, *, softmax_scale, softcap=None, window_left=None, window_
 
 
 def example():
-    """Random inputs, and the numbers launch() takes beside tensors."""
+    """Random inputs with rows of whole 16 bytes, and the numbers launch() takes beside tensors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     heads, seqlen = (16, 4096) if device == "cuda" else (2, 100)
-    shape = (1, heads, seqlen)
-    q, k = (torch.randn(*shape, HEAD_DIM.value, device=device) for _ in "qk")
-    v = torch.randn(*shape, HEAD_DIM_V.value, device=device)
+    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def rows(dim):
+        padded = -(-dim // 8) * 8
+        return torch.randn(1, heads, seqlen, padded, device=device).to(dtype)[..., :dim]
+
     numbers = {
         "softmax_scale": HEAD_DIM.value**-0.5,
     }
     dropout = {"dropout_p": 0.0, "seed": torch.zeros(1, dtype=torch.int64, device=device)}
-    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return [x.to(dtype) for x in (q, k, v)], numbers, dropout
+    return [rows(HEAD_DIM.value), rows(HEAD_DIM.value), rows(HEAD_DIM_V.value)], numbers, dropout
 
 
 def main():
@@ -1132,7 +1158,7 @@ def main():
     (q, k, v), numbers, dropout = example()
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     out, lse = reference(*leaves, **numbers)
-    do = torch.randn_like(v)
+    do = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).normal_()
     want = torch.autograd.grad(out, leaves, do.float())
     out, lse = out.detach().to(q.dtype), lse.detach()
     grads = [torch.empty_like(x) for x in (q, k, v)]

@@ -17,7 +17,7 @@ HEAD_DIM_V = tl.constexpr(128)
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # of row maxima; beyond it, rounding s * exp_scale would show in P
 PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
-RUN_TIME = [  # sizes, positions and windows: a new value compiles nothing
+RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles nothing
     "num_heads_q",
     "num_heads",
     "group_size",
@@ -248,8 +248,8 @@ def plan(
 ):
     """The launches of one call, as (kernel, grid, arguments, constants).
 
-    q, k, v and out are (batch, heads, seqlen, dim), the last stride 1, the others any.
-    Pointers and strides of q, k, v and out must be multiples of 16 bytes.
+    q, k, v and out are (batch, heads, seqlen, dim), the last stride 1. Pointers and other strides
+    of q, k, v and out must be multiples of 16 bytes.
     lse is (batch, heads, seqlen_q), float32, contiguous, natural log. Scales are positive.
     """
     batch, num_heads_q, seqlen_q, _ = q.shape
@@ -312,19 +312,21 @@ def reference(q, k, v, *, softmax_scale, softcap=None, window_left=None, window_
 
 
 def example():
-    """Random inputs, and the numbers launch() takes beside tensors."""
+    """Random inputs with rows of whole 16 bytes, and the numbers launch() takes beside tensors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     heads, seqlen = (16, 4096) if device == "cuda" else (2, 100)
-    shape = (1, heads, seqlen)
-    q, k = (torch.randn(*shape, HEAD_DIM.value, device=device) for _ in "qk")
-    v = torch.randn(*shape, HEAD_DIM_V.value, device=device)
+    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def rows(dim):
+        padded = -(-dim // 8) * 8
+        return torch.randn(1, heads, seqlen, padded, device=device).to(dtype)[..., :dim]
+
     numbers = {
         "softmax_scale": HEAD_DIM.value**-0.5,
     }
     dropout = {}
-    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return [x.to(dtype) for x in (q, k, v)], numbers, dropout
+    return [rows(HEAD_DIM.value), rows(HEAD_DIM.value), rows(HEAD_DIM_V.value)], numbers, dropout
 
 
 def main():

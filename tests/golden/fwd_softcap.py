@@ -13,10 +13,11 @@ import triton.language as tl
 
 HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
+UNIT = tl.constexpr(8)  # elements in 16 bytes, which strides are counted in
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # of row maxima; beyond it, rounding s * exp_scale would show in P
 PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
-RUN_TIME = [  # sizes, positions and windows: a new value compiles nothing
+RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles nothing
     "num_heads_q",
     "num_heads",
     "group_size",
@@ -34,6 +35,15 @@ RUN_TIME = [  # sizes, positions and windows: a new value compiles nothing
     "batch_start",
     "head_start",
     "threshold",
+    "stride_qb",
+    "stride_qh",
+    "stride_qs",
+    "stride_kb",
+    "stride_kh",
+    "stride_ks",
+    "stride_vb",
+    "stride_vh",
+    "stride_vs",
 ]
 
 CONFIG = {
@@ -237,12 +247,15 @@ def attn_fwd(
     head_q = head % num_heads_q
     head_kv = head_q // group_size
     start_m = tile * BLOCK_M
-    q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64)
-    q_head += head_q * tl.cast(stride_qh, tl.int64)
-    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64)
-    k_head += head_kv * tl.cast(stride_kh, tl.int64)
-    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64)
-    v_head += head_kv * tl.cast(stride_vh, tl.int64)
+    q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64) * UNIT
+    q_head += head_q * tl.cast(stride_qh, tl.int64) * UNIT
+    stride_qs *= UNIT
+    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64) * UNIT
+    k_head += head_kv * tl.cast(stride_kh, tl.int64) * UNIT
+    stride_ks *= UNIT
+    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64) * UNIT
+    v_head += head_kv * tl.cast(stride_vh, tl.int64) * UNIT
+    stride_vs *= UNIT
 
     q = load_rows(
         q_head,
@@ -365,7 +378,8 @@ def plan(
 ):
     """The launches of one call, as (kernel, grid, arguments, constants).
 
-    q, k, v and out are (batch, heads, seqlen, dim), the last stride 1, the others any.
+    q, k, v and out are (batch, heads, seqlen, dim), the last stride 1. Pointers and other strides
+    of q, k and v must be multiples of 16 bytes.
     lse is (batch, heads, seqlen_q), float32, contiguous, natural log. Scales are positive.
     """
     batch, num_heads_q, seqlen_q, _ = q.shape
@@ -375,17 +389,17 @@ def plan(
     heads_per_run = 1
     arguments = (
         q,
-        q.stride(0),
-        q.stride(1),
-        q.stride(2),
+        q.stride(0) // UNIT.value,
+        q.stride(1) // UNIT.value,
+        q.stride(2) // UNIT.value,
         k,
-        k.stride(0),
-        k.stride(1),
-        k.stride(2),
+        k.stride(0) // UNIT.value,
+        k.stride(1) // UNIT.value,
+        k.stride(2) // UNIT.value,
         v,
-        v.stride(0),
-        v.stride(1),
-        v.stride(2),
+        v.stride(0) // UNIT.value,
+        v.stride(1) // UNIT.value,
+        v.stride(2) // UNIT.value,
         out,
         out.stride(0),
         out.stride(1),
@@ -420,20 +434,22 @@ def reference(q, k, v, *, softmax_scale, softcap=None, window_left=None, window_
 
 
 def example():
-    """Random inputs, and the numbers launch() takes beside tensors."""
+    """Random inputs with rows of whole 16 bytes, and the numbers launch() takes beside tensors."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     heads, seqlen = (16, 4096) if device == "cuda" else (2, 100)
-    shape = (1, heads, seqlen)
-    q, k = (torch.randn(*shape, HEAD_DIM.value, device=device) for _ in "qk")
-    v = torch.randn(*shape, HEAD_DIM_V.value, device=device)
+    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def rows(dim):
+        padded = -(-dim // 8) * 8
+        return torch.randn(1, heads, seqlen, padded, device=device).to(dtype)[..., :dim]
+
     numbers = {
         "softmax_scale": HEAD_DIM.value**-0.5,
         "softcap": 20.0,
     }
     dropout = {}
-    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    return [x.to(dtype) for x in (q, k, v)], numbers, dropout
+    return [rows(HEAD_DIM.value), rows(HEAD_DIM.value), rows(HEAD_DIM_V.value)], numbers, dropout
 
 
 def main():
