@@ -94,6 +94,10 @@ def _repair_bfloat16() -> None:
         if a.dtype.scalar == language.bfloat16:
             a = TensorHandle(_widen(a.data), language.float32)
             b = TensorHandle(_widen(b.data), language.float32)
+        elif a.dtype.scalar == language.float32:
+            # BLAS adds in an order of its own for each shape; delta and dP must agree to the bit.
+            product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
+            return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
         return dot(self, a, b, d, *options)
 
     InterpreterBuilder.cast_impl = cast_impl

@@ -183,10 +183,19 @@ def one_tile(
 """Appended to an emitted file: load (m, l, acc), attend to one tile of keys, store them again."""
 
 
-@pytest.mark.parametrize("careful", [False, True], ids=["usual", "careful"])
-def test_softmax_part_follows_the_worked_example(careful: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("precision", "careful", "unit"),
+    [
+        pytest.param("ieee", False, 1.0, id="exact"),
+        pytest.param("tf32", False, math.log2(math.e), id="usual"),  # m in units of exp2
+        pytest.param("tf32", True, 1.0, id="careful"),
+    ],
+)
+def test_softmax_part_follows_the_worked_example(
+    precision: str, careful: bool, unit: float, tmp_path: Path
+) -> None:
     """m, l and acc after each tile, for v = identity (so acc holds the unnormalised P)."""
-    spec = attngen.AttentionSpec(head_dim=16, dtype="float32")
+    spec = attngen.AttentionSpec(head_dim=16, dtype="float32", precision=precision)
     path = tmp_path / "softmax_part.py"
     path.write_text(render.render(spec, SMALL_FWD) + ONE_TILE)
     one_tile = kernel.load(path, interpret=True).one_tile
@@ -201,7 +210,6 @@ def test_softmax_part_follows_the_worked_example(careful: bool, tmp_path: Path) 
         k[:2, :2] = torch.tensor(scores).T  # q is the identity, so q @ k.T are the scores
         one_tile[(1,)](state, acc, q, k, values, 2, BLOCK=block, CAREFUL=careful)
 
-    unit = 1.0 if careful else math.log2(math.e)  # m is kept in units of exp2 in the usual way
     e = math.exp
 
     def assert_state(m: list[float], l: list[float], p: list[list[float]]) -> None:  # noqa: E741
