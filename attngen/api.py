@@ -128,8 +128,7 @@ class Attention:
             key = self._drop_key if _drops(p) else self._eval_key
         if spec.layout == "bshd":
             q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        check_tensors(q, k, v, spec.head_dim, spec.head_dim_v)
-        check_dtypes(q, k, v, spec.dtype)
+        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
@@ -470,6 +469,27 @@ def refuse_tensors(tensors: dict[str, Any]) -> None:
     ]
     if reasons:
         raise UnsupportedSpecError(reasons)
+
+
+_PASSED: set[tuple[Any, ...]] = set()
+_MAX_PASSED = 4096
+
+
+def check_call(q: Tensor, k: Tensor, v: Tensor, head_dim: int, head_dim_v: int, dtype: str) -> None:
+    """Shapes, devices and dtypes; what passed once is not looked at again."""
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type):
+        check_tensors(q, k, v, head_dim, head_dim_v)
+        check_dtypes(q, k, v, dtype)
+        return
+    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+    at = (*shapes, *dtypes, q.device, k.device, v.device, head_dim, head_dim_v, dtype)
+    if at in _PASSED:
+        return
+    check_tensors(q, k, v, head_dim, head_dim_v)
+    check_dtypes(q, k, v, dtype)
+    if len(_PASSED) >= _MAX_PASSED:
+        _PASSED.clear()
+    _PASSED.add(at)
 
 
 def check_tensors(

@@ -9,7 +9,8 @@ launcher has not been checked go the ordinary way.
 
 from __future__ import annotations
 
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -19,8 +20,19 @@ _MAX_COMPILED = 4096
 _INT32 = 1 << 31
 
 _compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-_by_value: dict[Any, tuple[bool, ...]] = {}
+_positions: dict[Any, _Positions] = {}
 _is_checked = triton.__version__.rsplit(".", 1)[0] in CHECKED
+
+
+class _Positions(NamedTuple):
+    """Which arguments of a kernel choose its compiled form."""
+
+    tensors: tuple[int, ...]
+    descriptors: tuple[int, ...]
+    by_value: Any
+    """Gives the ints that are specialised by value."""
+    sizes: Any
+    """Gives the other ints, which matter only where they need 64 bits."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any) -> None:
@@ -29,7 +41,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
         kernel[grid](*arguments, **constants)
         return
     device = torch.cuda.current_device()
-    at = (kernel, device, *constants.values(), *_specialised(kernel, arguments))
+    at = (kernel, device, *constants.values(), *key_of(kernel, arguments))
     found = _compiled.get(at)
     if found is None:
         if len(_compiled) >= _MAX_COMPILED:
@@ -58,26 +70,35 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], const
     )
 
 
-def _specialised(kernel: Any, arguments: tuple[Any, ...]) -> list[Any]:
+def key_of(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """What of the arguments chooses the compiled kernel."""
-    by_value = _by_value.get(kernel)
-    if by_value is None:
-        by_value = tuple(not p.do_not_specialize for p in kernel.params[: len(arguments)])
-        _by_value[kernel] = by_value
-    key: list[Any] = []
-    for argument, specialise in zip(arguments, by_value, strict=True):
-        kind = type(argument)
-        if kind is int:
-            if specialise:
-                key.append(argument)
-            elif argument >= _INT32:
-                key.append(_INT32)
-            else:
-                key.append(0)
-        elif kind is float:
-            continue
-        elif isinstance(argument, torch.Tensor):
-            key.append((argument.dtype, argument.data_ptr() % 16))
-        else:  # a tensor descriptor
-            key.append((argument.base.dtype, *argument.block_shape))
-    return key
+    positions = _positions.get(kernel)
+    if positions is None:
+        positions = _positions[kernel] = _positions_of(kernel, arguments)
+    tensors = [arguments[i] for i in positions.tensors]
+    return (
+        *[(x.dtype, x.data_ptr() % 16) for x in tensors],
+        *[arguments[i].base.dtype for i in positions.descriptors],
+        positions.by_value(arguments),
+        max(positions.sizes(arguments)) >= _INT32,
+    )
+
+
+def _positions_of(kernel: Any, arguments: tuple[Any, ...]) -> _Positions:
+    tensors: list[int] = []
+    descriptors: list[int] = []
+    by_value: list[int] = []
+    sizes: list[int] = []
+    for index, (argument, parameter) in enumerate(zip(arguments, kernel.params, strict=False)):
+        if isinstance(argument, torch.Tensor):
+            tensors.append(index)
+        elif isinstance(argument, int):
+            (sizes if parameter.do_not_specialize else by_value).append(index)
+        elif not isinstance(argument, float):
+            descriptors.append(index)
+    return _Positions(
+        tuple(tensors),
+        tuple(descriptors),
+        itemgetter(*by_value) if by_value else lambda arguments: (),
+        itemgetter(*sizes) if len(sizes) > 1 else lambda arguments: (0,),
+    )

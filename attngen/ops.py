@@ -12,8 +12,9 @@ wrapper costs more host time than the launch (shared design, section 7).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 
 from attngen import interpreter
 from attngen.errors import DtypeError, SpecError
+from attngen.kernel import Kernel
 from attngen.resolve import device_index_of, on_reset, parsed, resolve
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction, Workload, bucket
@@ -38,25 +40,30 @@ MAX_POSITION = 1 << 30
 """Window sides are cut to this, so that sums of positions stay within 32 bits."""
 
 
-class _Call:
-    """The numbers of one call, named, and the kernel that serves it."""
+class _Layout(NamedTuple):
+    """What a text key says of the op's lists; made once a process."""
 
-    __slots__ = ("kernel", "by_pointer", "spec")
+    spec: AttentionSpec
+    ints: tuple[str, ...]
+    scalars: tuple[str, ...]
+    dtype: torch.dtype
 
-    def __init__(
-        self, direction: Direction, text_key: str, q: Tensor, k: Tensor, ints: dict[str, int]
-    ) -> None:
-        self.spec = parsed(text_key)
-        batch, heads_q, seqlen_q, _ = q.shape
-        sizes = Workload(batch, heads_q, k.shape[1], seqlen_q, k.shape[2])
-        left = ints.get("window_left")
-        right = ints.get("window_right")
-        if left is not None and self.spec.is_causal:
-            right = 0
-        at = bucket(direction, sizes, (left, right), batch_invariant=self.spec.batch_invariant)
-        resolved = resolve(text_key, at, device_index_of(q))
-        self.kernel = resolved.kernel
-        self.by_pointer = resolved.by_pointer
+
+@functools.lru_cache(maxsize=1024)
+def _layout(text_key: str) -> _Layout:
+    spec = parsed(text_key)
+    return _Layout(spec, spec.int_args, spec.scalar_args, getattr(torch, spec.dtype))
+
+
+class _Call(NamedTuple):
+    """What is settled once for all calls of one shape, layout and numbers."""
+
+    kernel: Kernel
+    by_pointer: Kernel
+    numbers: dict[str, int]
+    """Keyword arguments of the emitted plan(), but for scalars and the seed."""
+    partial: bool
+    device: int | None
 
 
 _CALLS: dict[tuple[Any, ...], _Call] = {}
@@ -64,15 +71,59 @@ _MAX_CALLS = 4096
 on_reset(_CALLS.clear)
 
 
-def _call(direction: Direction, text_key: str, q: Tensor, k: Tensor, ints: dict[str, int]) -> _Call:
-    window = (ints.get("window_left"), ints.get("window_right"))
-    at = (direction, text_key, q.shape, k.shape, window, q.device)
+def _call(
+    direction: Direction,
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ints: Sequence[int],
+) -> _Call:
+    """Checks and the look-up, once for each shape, dtype, device and list of ints."""
+    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+    at = (direction, text_key, *shapes, *dtypes, q.device, k.device, v.device, *ints)
     call = _CALLS.get(at)
     if call is None:
         if len(_CALLS) >= _MAX_CALLS:
             _CALLS.clear()
-        call = _CALLS[at] = _Call(direction, text_key, q, k, ints)
+        call = _CALLS[at] = _prepare(direction, text_key, q, k, v, ints)
     return call
+
+
+def _prepare(
+    direction: Direction, text_key: str, q: Tensor, k: Tensor, v: Tensor, ints: Sequence[int]
+) -> _Call:
+    layout = _layout(text_key)
+    spec = layout.spec
+    _check(layout, q, k, v)
+    named = dict(zip(layout.ints, ints, strict=True))
+    batch, heads_q, seqlen_q, _ = q.shape
+    left, right = named.get("window_left"), named.get("window_right")
+    if left is not None and spec.is_causal:
+        right = 0
+    sizes = Workload(batch, heads_q, k.shape[1], seqlen_q, k.shape[2])
+    at = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
+    device = device_index_of(q)
+    resolved = resolve(text_key, at, device)
+    numbers = _numbers(spec, named, seqlen_q, k.shape[2])
+    return _Call(resolved.kernel, resolved.by_pointer, numbers, bool(named["partial"]), device)
+
+
+def _numbers(
+    spec: AttentionSpec, named: dict[str, int], seqlen_q: int, seqlen_k: int
+) -> dict[str, int]:
+    """The ints of a call as the emitted file's plan() takes them."""
+    placed = ("q_start", "q_step", "k_start", "k_step", "batch_start", "head_start")
+    numbers = {name: named[name] for name in placed if name in named}
+    for side in ("window_left", "window_right"):
+        if side in named:
+            numbers[side] = min(named[side], MAX_POSITION)
+    if spec.has_positions:
+        total_q, total_k = named["seqlen_q_total"], named["seqlen_k_total"]
+        total_q = seqlen_q if total_q < 0 else total_q
+        total_k = seqlen_k if total_k < 0 else total_k
+        numbers["align"] = total_k - total_q if named["bottom_right"] else 0
+    return numbers
 
 
 def addressable(*tensors: Tensor) -> bool:
@@ -94,15 +145,20 @@ def aligned(x: Tensor) -> Tensor:
     16 bytes: O(N d) bytes beside O(N^2 d) work.
     """
     unit = 16 // x.element_size()
-    *strides, last = x.stride()
-    if (last == 1 or x.shape[-1] == 1) and x.data_ptr() % 16 == 0:
-        if all(stride % unit == 0 for stride in strides):
-            return x
-        if all(s % unit == 0 or n == 1 for s, n in zip(strides, x.shape[:-1], strict=True)):
-            return x
+    if x.data_ptr() % 16 == 0 and _is_whole(x.shape, x.stride(), unit):
+        return x
     *sizes, columns = x.shape
     padded = x.new_empty((*sizes, -(-columns // unit) * unit))[..., :columns]
     return padded.copy_(x)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_whole(shape: torch.Size, strides: tuple[int, ...], unit: int) -> bool:
+    """Do rows begin at multiples of `unit` elements, with the last stride 1?"""
+    *leading, last = zip(shape, strides, strict=True)
+    if last[0] != 1 and last[1] != 1:
+        return False
+    return all(stride % unit == 0 or size == 1 for size, stride in leading)
 
 
 def _empty_bshd(like: Tensor, batch: int, heads: int, rows: int, dim: int, dtype: Any) -> Tensor:
@@ -110,35 +166,9 @@ def _empty_bshd(like: Tensor, batch: int, heads: int, rows: int, dim: int, dtype
     return like.new_empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
 
 
-def _arguments(
-    spec: AttentionSpec,
-    q: Tensor,
-    k: Tensor,
-    extra: Sequence[Tensor | None],
-    scalars: Sequence[float],
-    ints: dict[str, int],
-) -> dict[str, Any]:
-    """What the emitted file's plan() takes beside tensors and config."""
-    numbers: dict[str, Any] = dict(zip(spec.scalar_args, scalars, strict=True))
-    for name in ("q_start", "q_step", "k_start", "k_step", "batch_start", "head_start"):
-        if name in ints:
-            numbers[name] = ints[name]
-    for name in ("window_left", "window_right"):
-        if name in ints:
-            numbers[name] = min(ints[name], MAX_POSITION)
-    if spec.has_positions:
-        total_q, total_k = ints["seqlen_q_total"], ints["seqlen_k_total"]
-        total_q = q.shape[2] if total_q < 0 else total_q
-        total_k = k.shape[2] if total_k < 0 else total_k
-        numbers["align"] = total_k - total_q if ints["bottom_right"] else 0
-    if spec.has_dropout:
-        numbers["seed"] = extra[0]
-    return numbers
-
-
-def _check(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
+def _check(layout: _Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse what a kernel must never see. `api` has friendlier checks before this one."""
-    wanted = getattr(torch, spec.dtype)
+    spec, wanted = layout.spec, layout.dtype
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != wanted:
             raise DtypeError(
@@ -156,6 +186,28 @@ def _check(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
+def _launch(
+    call: _Call,
+    layout: _Layout,
+    tensors: tuple[Tensor | None, ...],
+    inputs: tuple[Tensor, ...],
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+) -> None:
+    """Run the call's kernel on its device; by pointers where descriptors cannot address inputs."""
+    run = call.kernel
+    if run is not call.by_pointer and not addressable(*inputs):
+        run = call.by_pointer
+    named: dict[str, Any] = dict(zip(layout.scalars, scalars, strict=True), **call.numbers)
+    if extra:
+        named["seed"] = extra[0]
+    if call.device is None or call.device == torch.cuda.current_device():
+        run(*tensors, **named)
+    else:
+        with torch.cuda.device(call.device):
+            run(*tensors, **named)
+
+
 def _forward(
     text_key: str,
     q: Tensor,
@@ -165,25 +217,17 @@ def _forward(
     scalars: Sequence[float],
     ints: Sequence[int],
 ) -> list[Tensor]:
-    spec = parsed(text_key)
-    _check(spec, q, k, v)
-    named = dict(zip(spec.int_args, ints, strict=True))
+    layout = _layout(text_key)
     batch, heads, seqlen_q, _ = q.shape
-    dtype = torch.float32 if named["partial"] else q.dtype
+    dtype = torch.float32 if ints[0] else q.dtype
     out = _empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
-    if lse.numel() == 0:
-        return [out, lse]
-    if k.shape[2] == 0:
+    if lse.numel() == 0 or k.numel() == 0:
+        _check(layout, q, k, v)
         return [out.zero_(), lse.fill_(float("-inf"))]
+    call = _call("fwd", text_key, q, k, v, ints)
     q, k, v = aligned(q), aligned(k), aligned(v)
-    call = _call("fwd", text_key, q, k, named)
-    run = call.kernel
-    if run is not call.by_pointer and not addressable(q, k, v):
-        run = call.by_pointer
-    numbers = _arguments(spec, q, k, extra, scalars, named)
-    with torch.cuda.device_of(q):
-        run(q, k, v, out, lse, **numbers)
+    _launch(call, layout, (q, k, v, out, lse), (q, k, v), extra, scalars)
     return [out, lse]
 
 
@@ -200,32 +244,26 @@ def _backward(
     scalars: Sequence[float],
     ints: Sequence[int],
 ) -> list[Tensor]:
-    spec = parsed(text_key)
-    _check(spec, q, k, v)
-    named = dict(zip(spec.int_args, ints, strict=True))
+    layout = _layout(text_key)
     batch, heads, seqlen_q, dim = q.shape
     heads_kv, seqlen_k, dim_v = v.shape[1:]
     dq = _empty_bshd(q, batch, heads, seqlen_q, dim, q.dtype)
     dk = _empty_bshd(k, batch, heads_kv, seqlen_k, dim, k.dtype)
     dv = _empty_bshd(v, batch, heads_kv, seqlen_k, dim_v, v.dtype)
     if lse.numel() == 0 or k.numel() == 0:
+        _check(layout, q, k, v)
         return [dq.zero_(), dk.zero_(), dv.zero_()]
+    call = _call("bwd", text_key, q, k, v, ints)
     q, k, v = aligned(q), aligned(k), aligned(v)
     dout = aligned(torch.zeros_like(out) if dout is None else dout)
     out = out if out.stride(-1) == 1 else out.contiguous()
-    lse = lse.contiguous()
     dlse = None if dlse is None else dlse.contiguous()
-    call = _call("bwd", text_key, q, k, named)
-    run = call.kernel
-    if run is not call.by_pointer and not addressable(q, k, v, dout):
-        run = call.by_pointer
     padded = -(-seqlen_q // 128) * 128
     scratch = [q.new_empty((batch, heads, 2, padded), dtype=torch.float32)]
-    if run.config.dq == "atomic":  # type: ignore[union-attr]  # a backward config
+    if call.kernel.config.dq == "atomic":  # type: ignore[union-attr]  # a backward config
         scratch.append(q.new_empty((batch, heads, seqlen_q, dim), dtype=torch.float32))
-    numbers = _arguments(spec, q, k, extra, scalars, named)
-    with torch.cuda.device_of(q):
-        run(q, k, v, out, lse, dout, dlse, dq, dk, dv, *scratch, **numbers)
+    tensors = (q, k, v, out, lse.contiguous(), dout, dlse, dq, dk, dv, *scratch)
+    _launch(call, layout, tensors, (q, k, v, dout), extra, scalars)
     return [dq, dk, dv]
 
 
