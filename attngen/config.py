@@ -198,6 +198,11 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
     return why
 
 
+def descriptors_fit(spec: AttentionSpec) -> bool:
+    """May a tensor descriptor address rows of these head dims? TMA needs multiples of 16 bytes."""
+    return all(dim * spec.element_size % 16 == 0 for dim in (spec.head_dim, spec.head_dim_v))
+
+
 def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
     """The config used when nothing was measured: the first feasible one of a short list.
 
@@ -235,10 +240,12 @@ def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[Ker
         tall = ((64, 64, 4, 1), *tall)
     elif spec.dtype == "float32":
         tall = ((64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
+    tiles: Tiles = "descriptor" if gpu.has_tma and descriptors_fit(spec) else "pointer"
     for m, n, warps, stages in tall:
         wide = max(spec.head_dim, spec.head_dim_v) > 128 and m == 128
         if bucket.direction == "fwd":
             yield FwdConfig(
+                tiles=tiles,
                 block_m=min(m, rows),
                 block_n=min(n, keys),
                 num_warps=8 if wide else warps,
@@ -247,6 +254,7 @@ def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[Ker
         else:
             m, n = min(m, 64), min(n, 64)
             yield BwdConfig(
+                tiles=tiles,
                 dq="kernel",
                 block_m=min(n, rows),
                 block_n=min(m, keys),

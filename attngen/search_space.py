@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from attngen.config import (
     MIN_BLOCK,
@@ -19,6 +19,7 @@ from attngen.config import (
     Footprint,
     FwdConfig,
     KernelConfig,
+    descriptors_fit,
     footprints,
     infeasible,
 )
@@ -29,11 +30,12 @@ from attngen.workload import Bucket, Direction
 Axes = dict[str, tuple[Any, ...]]
 """The values of each config field, in the order in which one step is one index."""
 
+Tile = tuple[int, int, int, int]
+
 DKDV_AXES = ("block_m", "block_n", "num_warps", "num_stages")
 DQ_AXES = ("dq_block_m", "dq_block_n", "dq_num_warps", "dq_num_stages")
 
 _BLOCKS = (16, 32, 64, 128)
-_TMA_ALIGNMENT = 16
 _REGISTERS_PER_SM = 65536
 _MAX_WARPS_PER_SM = 64
 _OTHER_REGISTERS = 48  # addresses, row statistics and loop state, beside what footprints count
@@ -69,12 +71,6 @@ def axes(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Axes:
         "dq_num_warps": (4, 8),
         "dq_num_stages": (1, 2, 3),
     }
-
-
-def descriptors_fit(spec: AttentionSpec) -> bool:
-    """TMA moves rows whose bytes are a multiple of 16."""
-    dims = (spec.head_dim, spec.head_dim_v)
-    return all(dim * spec.element_size % _TMA_ALIGNMENT == 0 for dim in dims)
 
 
 def _up_to(blocks: tuple[int, ...], length: int) -> tuple[int, ...]:
@@ -167,15 +163,31 @@ def kernel_parts(config: KernelConfig) -> dict[str, tuple[Any, ...]]:
 
 # Tiles that were fast wherever they were measured on Hopper, by the larger head dim they suit:
 # (block_m, block_n, num_warps, num_stages).
+# Tiles (block_m, block_n, num_warps, num_stages) that were among the best on an H200.
 _FWD_STARTS = {
-    64: ((128, 128, 4, 3), (64, 128, 4, 3), (64, 128, 4, 2)),
-    128: ((128, 64, 4, 2), (128, 128, 8, 2)),
+    64: ((128, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
+    128: ((64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3), (128, 128, 8, 2)),
     256: ((128, 64, 8, 2), (64, 64, 4, 2)),
 }
-_BWD_STARTS = {
-    64: ((64, 128, 8, 2), (64, 64, 4, 2)),
-    128: ((64, 128, 8, 2), (64, 64, 4, 2)),
-    256: ((64, 64, 8, 2), (64, 64, 8, 1)),
+# The same for the backward: how dq is made, the tile of dk/dv, that of dq.
+_ATOMIC: Tile = (64, 64, 4, 2)  # stands where no dq kernel is
+_BWD_STARTS: dict[int, tuple[tuple[Literal["kernel", "atomic"], Tile, Tile], ...]] = {
+    64: (
+        ("atomic", (64, 64, 4, 3), _ATOMIC),
+        ("kernel", (64, 64, 4, 3), (64, 64, 4, 3)),
+        ("kernel", (64, 64, 4, 2), (64, 64, 4, 3)),
+        ("atomic", (128, 128, 8, 2), _ATOMIC),
+    ),
+    128: (
+        ("kernel", (64, 64, 4, 2), (128, 64, 8, 2)),
+        ("kernel", (64, 64, 4, 2), (64, 64, 4, 2)),
+        ("kernel", (64, 128, 8, 2), (64, 64, 4, 2)),
+        ("kernel", (64, 128, 8, 2), (128, 64, 8, 2)),
+    ),
+    256: (
+        ("kernel", (64, 64, 8, 2), (64, 64, 8, 2)),
+        ("kernel", (64, 64, 8, 1), (64, 64, 8, 1)),
+    ),
 }
 
 
@@ -183,20 +195,22 @@ def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kern
     """Good configs from earlier measurements that fit here, descriptors first where they exist."""
     dim = max(spec.head_dim, spec.head_dim_v)
     table = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
-    tiles = table[next((size for size in table if dim <= size), max(table))]
+    starts = table[next((size for size in table if dim <= size), max(table))]
     space = axes(spec, bucket, gpu)
     found: list[KernelConfig] = []
-    for tile, address in itertools.product(tiles, reversed(space["tiles"])):
-        named: dict[str, Any] = dict(zip(DKDV_AXES, tile, strict=True))
-        if bucket.direction == "fwd":
-            config: KernelConfig = FwdConfig(tiles=address, **named)
-        else:
-            m, n, warps, stages = tile
-            dq: dict[str, Any] = dict(zip(DQ_AXES, (n, m, warps, stages), strict=True))
-            config = BwdConfig(tiles=address, **named, **dq)
+    for address, start in itertools.product(reversed(space["tiles"]), starts):
+        config = _start(address, start)
         if encode(config, space) is not None and not infeasible(spec, config, gpu):
             found.append(config)
     return found
+
+
+def _start(address: Any, start: Any) -> KernelConfig:
+    if isinstance(start[0], int):
+        return FwdConfig(tiles=address, **dict(zip(DKDV_AXES, start, strict=True)))
+    dq, tile, dq_tile = start
+    named = dict(zip(DKDV_AXES, tile, strict=True)) | dict(zip(DQ_AXES, dq_tile, strict=True))
+    return BwdConfig(tiles=address, dq=dq, **named)
 
 
 # ---- cost model -----------------------------------------------------------------------------

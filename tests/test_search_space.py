@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -138,13 +139,14 @@ def test_a_config_off_the_axes_has_no_code():
         (128, "fwd", FwdConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)),
         (64, "fwd", FwdConfig(block_m=128, block_n=128, num_warps=4, num_stages=3)),
         (256, "fwd", FwdConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),
+        (64, "bwd", BwdConfig(dq="atomic", block_m=64, block_n=64, num_warps=4, num_stages=3)),
     ],
 )
 def test_known_good_starts_lead(dim, direction, first):
     spec = AttentionSpec(head_dim=dim, causal=True)
     bucket = bucket_of(direction, spec)
     order = model_order(spec, bucket, H200, candidates(spec, bucket, H200))
-    assert first in order[:2]
+    assert replace(first, tiles="descriptor") in order[:2]
     assert order[0].tiles == "descriptor"
     assert order[: len(known_starts(spec, bucket, H200))] == known_starts(spec, bucket, H200)
 

@@ -67,9 +67,10 @@ def tune(
     --gpu for a GPU that is not here, everything but the timing is done and the record is marked
     "predicted"; a measured one always outranks it.
     """
+    from attngen.tuner import kept_workers
     from attngen.tuner import tune as search
 
-    with tuning_progress(budget) as progress:
+    with tuning_progress(budget) as progress, kept_workers():
         for workload in workloads:
             reports = search(
                 spec,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
@@ -30,6 +32,49 @@ def default_jobs() -> int:
     return min(MAX_JOBS, max(1, len(os.sched_getaffinity(0)) - 1))
 
 
+class _Stock:
+    """Children that no pool uses now: importing torch and triton anew costs seconds a pool."""
+
+    def __init__(self) -> None:
+        self._idle: dict[str, list[Worker]] = {}
+        self._depth = 0
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """While inside (the outermost counts), pools hand their children on to later pools."""
+        with self._lock:
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                leave = self._depth == 0
+                idle = [w for workers in self._idle.values() for w in workers] if leave else []
+                if leave:
+                    self._idle.clear()
+            for worker in idle:
+                worker.kill()
+
+    def take(self, capability: str) -> Worker | None:
+        with self._lock:
+            workers = self._idle.get(capability)
+            return workers.pop() if workers else None
+
+    def give(self, capability: str, worker: Worker) -> bool:
+        """Keep a child that waits for work; False if it should be killed."""
+        with self._lock:
+            if self._depth == 0:
+                return False
+            self._idle.setdefault(capability, []).append(worker)
+            return True
+
+
+_STOCK = _Stock()
+kept_workers = _STOCK.kept
+
+
 class CompilePool:
     """Compiles configs of one spec, direction and workload for one GPU. A context manager.
 
@@ -51,6 +96,7 @@ class CompilePool:
         self._threads = ThreadPoolExecutor(self.jobs, thread_name_prefix="attngen-compile")
         self._local = threading.local()
         self._workers: list[Worker] = []
+        self._busy: set[Worker] = set()
         self._lock = threading.Lock()
         self._closing = False
         self._facts: dict[_Part, KernelFacts] = {}
@@ -79,7 +125,13 @@ class CompilePool:
     def _ask(self, config: KernelConfig, skip: list[str]) -> dict[str, Any]:
         try:
             message = self._message | {"config": config.as_dict(), "skip": skip}
-            return self._worker().ask(message, COMPILE_TIMEOUT_S)
+            worker = self._worker()
+            with self._lock:
+                self._busy.add(worker)
+            answer = worker.ask(message, COMPILE_TIMEOUT_S)
+            with self._lock:
+                self._busy.discard(worker)
+            return answer
         except WorkerLostError as error:
             self._local.worker = None
             return {"error": f"while compiling: {error}"}
@@ -114,21 +166,27 @@ class CompilePool:
             "CUDA_VISIBLE_DEVICES": "",
         }
         module = "attngen.tuner.compile_worker"
+        capability = str(self._gpu.capability)
         with self._lock:
             if self._closing:
                 raise WorkerLostError("the pool is closed")
-            worker = Worker(module, str(self._gpu.capability), environment=environment)
+            worker = _STOCK.take(capability)
+            fresh = worker is None
+            worker = worker or Worker(module, capability, environment=environment)
             self._workers.append(worker)
-        worker.ask({"hello": True}, START_TIMEOUT_S)
+            self._busy.add(worker)
+        if fresh:
+            worker.ask({"hello": True}, START_TIMEOUT_S)
         return worker
 
     def close(self) -> None:
-        """Kill the children and forget what was submitted."""
+        """Let go of the children and forget what was submitted; what still compiles is killed."""
         with self._lock:
             self._closing = True
-            workers = list(self._workers)
+            workers, busy = list(self._workers), set(self._busy)
         for worker in workers:
-            worker.kill()
+            if worker in busy or not _STOCK.give(str(self._gpu.capability), worker):
+                worker.kill()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def __enter__(self) -> CompilePool:

@@ -13,7 +13,7 @@ from attngen.gpu import GpuInfo
 from attngen.resolve import record_key
 from attngen.spec import AttentionSpec
 from attngen.store import Store
-from attngen.tuner.compile_pool import CompilePool
+from attngen.tuner.compile_pool import CompilePool, kept_workers
 from attngen.tuner.predict import Prediction
 from attngen.tuner.report import TuneReport
 from attngen.tuner.session import Job, Session
@@ -73,6 +73,7 @@ def tune(
         )
     tell = progress or (lambda event: None)
     with ExitStack() as stack:
+        stack.enter_context(kept_workers())
         if not isinstance(store, Store):
             store = stack.enter_context(Store.open(store))
         timer = stack.enter_context(TimingClient())
