@@ -184,7 +184,7 @@ def test_one_percent_margin_keeps_the_default(store, best, wins):
 
 
 def test_hopeless_configs_are_stopped_early(store):
-    slow = FwdConfig(tiles="descriptor", block_m=128, block_n=64, num_warps=4, num_stages=2)
+    slow = FwdConfig(tiles="descriptor", block_m=64, block_n=64, num_warps=4, num_stages=3)
     timer = FakeTimer(lambda c: 900.0 if c == slow else seconds(c))
     run(store, timer)
     assert timer.limits[0] is None and timer.limits[1] == 200.0
@@ -342,7 +342,7 @@ def test_prediction_takes_the_first_that_passes(store):
     assert report.record.origin == "predicted" and report.record.median_us is None
     assert report.record.kernel_config.tiles == "pointer"
     assert report.record.error == 0.003
-    assert report.skipped["shared memory"] == 1 and report.tried == 2
+    assert report.skipped["shared memory"] == report.tried - 1 > 0
     assert store.winners() == [report.record]
 
 

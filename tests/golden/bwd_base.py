@@ -14,7 +14,7 @@ import triton.language as tl
 
 HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
-UNIT = tl.constexpr(8)  # elements in 16 bytes, which strides are counted in
+UNIT = tl.constexpr(8)  # elements in 16 bytes
 LOG2E = tl.constexpr(1.4426950408889634)
 PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
 RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles nothing
@@ -70,6 +70,12 @@ def locate(pid, num_tiles, num_heads, heads_per_run):
     heads = tl.minimum(heads_per_run, num_heads - first)
     rest = pid - first * num_tiles
     return rest // heads, first + rest % heads
+
+
+@triton.jit
+def whole(stride):
+    """A stride that is a multiple of 16 bytes, in a form that tells the compiler so."""
+    return tl.cast(stride, tl.int64) // UNIT * UNIT
 
 
 @triton.jit
@@ -322,14 +328,12 @@ def attn_bwd_dkdv(
     batch = head_shared // num_heads_kv
     head_kv = head_shared % num_heads_kv
     start_n = tile * BLOCK_N
-    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64) * UNIT
-    k_head += head_kv * tl.cast(stride_kh, tl.int64) * UNIT
-    stride_ks *= UNIT
-    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64) * UNIT
-    v_head += head_kv * tl.cast(stride_vh, tl.int64) * UNIT
-    stride_vs *= UNIT
-    stride_qs *= UNIT
-    stride_dos *= UNIT
+    k_head = k_ptr + batch * whole(stride_kb) + head_kv * whole(stride_kh)
+    stride_ks = whole(stride_ks)
+    v_head = v_ptr + batch * whole(stride_vb) + head_kv * whole(stride_vh)
+    stride_vs = whole(stride_vs)
+    stride_qs = whole(stride_qs)
+    stride_dos = whole(stride_dos)
     k = load_rows(
         k_head,
         stride_ks,
@@ -362,10 +366,8 @@ def attn_bwd_dkdv(
         head_q = head_kv * group_size + member
         head = batch * num_heads_q + head_q
         rows_head = rows_ptr + head.to(tl.int64) * 2 * padded_q
-        q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64) * UNIT
-        q_head += head_q * tl.cast(stride_qh, tl.int64) * UNIT
-        do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64) * UNIT
-        do_head += head_q * tl.cast(stride_doh, tl.int64) * UNIT
+        q_head = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh)
+        do_head = do_ptr + batch * whole(stride_dob) + head_q * whole(stride_doh)
         dk, dv = walk_queries(
             dk,
             dv,
@@ -544,18 +546,14 @@ def attn_bwd_dq(
     head_kv = head_q // group_size
     start_m = tile * BLOCK_M
     rows = start_m + tl.arange(0, BLOCK_M)
-    q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64) * UNIT
-    q_head += head_q * tl.cast(stride_qh, tl.int64) * UNIT
-    stride_qs *= UNIT
-    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64) * UNIT
-    k_head += head_kv * tl.cast(stride_kh, tl.int64) * UNIT
-    stride_ks *= UNIT
-    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64) * UNIT
-    v_head += head_kv * tl.cast(stride_vh, tl.int64) * UNIT
-    stride_vs *= UNIT
-    do_head = do_ptr + batch * tl.cast(stride_dob, tl.int64) * UNIT
-    do_head += head_q * tl.cast(stride_doh, tl.int64) * UNIT
-    stride_dos *= UNIT
+    q_head = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh)
+    stride_qs = whole(stride_qs)
+    k_head = k_ptr + batch * whole(stride_kb) + head_kv * whole(stride_kh)
+    stride_ks = whole(stride_ks)
+    v_head = v_ptr + batch * whole(stride_vb) + head_kv * whole(stride_vh)
+    stride_vs = whole(stride_vs)
+    do_head = do_ptr + batch * whole(stride_dob) + head_q * whole(stride_doh)
+    stride_dos = whole(stride_dos)
     q = load_rows(
         q_head,
         stride_qs,
@@ -677,16 +675,12 @@ def plan(
     heads_per_run = 1
     q_heads_per_run = 1
     padded_q = rows.shape[3]
-    tiles = triton.cdiv(padded_q, 64) * batch * num_heads_q
+    tiles = -(-padded_q // 64) * batch * num_heads_q
     preprocess = (
         out,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
+        *out.stride()[:3],
         do,
-        do.stride(0),
-        do.stride(1),
-        do.stride(2),
+        *do.stride()[:3],
         lse if dlse is None else dlse,
         lse,
         rows,
@@ -703,29 +697,17 @@ def plan(
     )
     dkdv = (
         q,
-        q.stride(0) // UNIT.value,
-        q.stride(1) // UNIT.value,
-        q.stride(2) // UNIT.value,
+        *q.stride()[:3],
         k,
-        k.stride(0) // UNIT.value,
-        k.stride(1) // UNIT.value,
-        k.stride(2) // UNIT.value,
+        *k.stride()[:3],
         v,
-        v.stride(0) // UNIT.value,
-        v.stride(1) // UNIT.value,
-        v.stride(2) // UNIT.value,
+        *v.stride()[:3],
         do,
-        do.stride(0) // UNIT.value,
-        do.stride(1) // UNIT.value,
-        do.stride(2) // UNIT.value,
+        *do.stride()[:3],
         dk,
-        dk.stride(0),
-        dk.stride(1),
-        dk.stride(2),
+        *dk.stride()[:3],
         dv,
-        dv.stride(0),
-        dv.stride(1),
-        dv.stride(2),
+        *dv.stride()[:3],
         rows,
         padded_q,
         num_heads_q,
@@ -736,25 +718,15 @@ def plan(
     )
     queries = (
         q,
-        q.stride(0) // UNIT.value,
-        q.stride(1) // UNIT.value,
-        q.stride(2) // UNIT.value,
+        *q.stride()[:3],
         k,
-        k.stride(0) // UNIT.value,
-        k.stride(1) // UNIT.value,
-        k.stride(2) // UNIT.value,
+        *k.stride()[:3],
         v,
-        v.stride(0) // UNIT.value,
-        v.stride(1) // UNIT.value,
-        v.stride(2) // UNIT.value,
+        *v.stride()[:3],
         do,
-        do.stride(0) // UNIT.value,
-        do.stride(1) // UNIT.value,
-        do.stride(2) // UNIT.value,
+        *do.stride()[:3],
         dq,
-        dq.stride(0),
-        dq.stride(1),
-        dq.stride(2),
+        *dq.stride()[:3],
         rows,
         padded_q,
         num_heads_q,
@@ -763,8 +735,8 @@ def plan(
         q_heads_per_run,
         *numbers,
     )
-    grid_n = triton.cdiv(seqlen_k, config_dkdv["BLOCK_N"]) * batch * num_heads_kv
-    grid_m = triton.cdiv(seqlen_q, config_dq["BLOCK_M"]) * batch * num_heads_q
+    grid_n = -(-seqlen_k // config_dkdv["BLOCK_N"]) * batch * num_heads_kv
+    grid_m = -(-seqlen_q // config_dq["BLOCK_M"]) * batch * num_heads_q
     first = {"BLOCK_M": 64, "HAS_DLSE": dlse is not None}
     return [
         (attn_bwd_preprocess, (tiles, 1, 1), preprocess, first),

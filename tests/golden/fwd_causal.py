@@ -13,7 +13,7 @@ import triton.language as tl
 
 HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
-UNIT = tl.constexpr(8)  # elements in 16 bytes, which strides are counted in
+UNIT = tl.constexpr(8)  # elements in 16 bytes
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # of row maxima; beyond it, rounding s * exp_scale would show in P
 PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
@@ -98,6 +98,12 @@ def tile_ranges(lo, full_lo, full_hi, hi, BLOCK: tl.constexpr):
     head = tl.minimum(tl.cdiv(full_lo, BLOCK) * BLOCK, end)
     tail = tl.maximum(full_hi // BLOCK * BLOCK, head)
     return begin, head, tail, end
+
+
+@triton.jit
+def whole(stride):
+    """A stride that is a multiple of 16 bytes, in a form that tells the compiler so."""
+    return tl.cast(stride, tl.int64) // UNIT * UNIT
 
 
 @triton.jit
@@ -297,15 +303,12 @@ def attn_fwd(
     head_q = head % num_heads_q
     head_kv = head_q // group_size
     start_m = tile * BLOCK_M
-    q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64) * UNIT
-    q_head += head_q * tl.cast(stride_qh, tl.int64) * UNIT
-    stride_qs *= UNIT
-    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64) * UNIT
-    k_head += head_kv * tl.cast(stride_kh, tl.int64) * UNIT
-    stride_ks *= UNIT
-    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64) * UNIT
-    v_head += head_kv * tl.cast(stride_vh, tl.int64) * UNIT
-    stride_vs *= UNIT
+    q_head = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh)
+    stride_qs = whole(stride_qs)
+    k_head = k_ptr + batch * whole(stride_kb) + head_kv * whole(stride_kh)
+    stride_ks = whole(stride_ks)
+    v_head = v_ptr + batch * whole(stride_vb) + head_kv * whole(stride_vh)
+    stride_vs = whole(stride_vs)
 
     q = load_rows(
         q_head,
@@ -465,21 +468,13 @@ def plan(
     heads_per_run = max(1, (16 << 20) // kv_bytes) * (num_heads_q // num_heads_kv)
     arguments = (
         q,
-        q.stride(0) // UNIT.value,
-        q.stride(1) // UNIT.value,
-        q.stride(2) // UNIT.value,
+        *q.stride()[:3],
         k,
-        k.stride(0) // UNIT.value,
-        k.stride(1) // UNIT.value,
-        k.stride(2) // UNIT.value,
+        *k.stride()[:3],
         v,
-        v.stride(0) // UNIT.value,
-        v.stride(1) // UNIT.value,
-        v.stride(2) // UNIT.value,
+        *v.stride()[:3],
         out,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
+        *out.stride()[:3],
         lse,
         num_heads_q,
         batch * num_heads_q,
@@ -495,7 +490,7 @@ def plan(
         k_step,
         align,
     )
-    grid = (triton.cdiv(seqlen_q, config["BLOCK_M"]) * batch * num_heads_q, 1, 1)
+    grid = (-(-seqlen_q // config["BLOCK_M"]) * batch * num_heads_q, 1, 1)
     return [(attn_fwd, grid, arguments, config)]
 
 

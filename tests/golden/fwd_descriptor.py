@@ -293,7 +293,7 @@ def plan(
         qk_scale,
         exp_scale,
     )
-    grid = (triton.cdiv(seqlen_q, config["BLOCK_M"]) * batch * num_heads_q, 1, 1)
+    grid = (-(-seqlen_q // config["BLOCK_M"]) * batch * num_heads_q, 1, 1)
     return [(attn_fwd, grid, arguments, config)]
 
 

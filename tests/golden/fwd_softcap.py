@@ -13,7 +13,7 @@ import triton.language as tl
 
 HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
-UNIT = tl.constexpr(8)  # elements in 16 bytes, which strides are counted in
+UNIT = tl.constexpr(8)  # elements in 16 bytes
 LOG2E = tl.constexpr(1.4426950408889634)
 LARGE = tl.constexpr(4096.0)  # of row maxima; beyond it, rounding s * exp_scale would show in P
 PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
@@ -61,6 +61,12 @@ def locate(pid, num_tiles, num_heads, heads_per_run):
     heads = tl.minimum(heads_per_run, num_heads - first)
     rest = pid - first * num_tiles
     return rest // heads, first + rest % heads
+
+
+@triton.jit
+def whole(stride):
+    """A stride that is a multiple of 16 bytes, in a form that tells the compiler so."""
+    return tl.cast(stride, tl.int64) // UNIT * UNIT
 
 
 @triton.jit
@@ -120,7 +126,7 @@ def tanh(x):
     x2 = x * x
     near = 62.0 / 2835.0 + x2 * (-1382.0 / 155925.0 + x2 * (21844.0 / 6081075.0))
     near = -1.0 / 3.0 + x2 * (2.0 / 15.0 + x2 * (-17.0 / 315.0 + x2 * near))
-    t = tl.exp2(-2.0 * LOG2E * tl.abs(x))
+    t = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
     far = tl.where(x < 0, -1.0, 1.0) * ((1.0 - t) / (1.0 + t))
     return tl.where(tl.abs(x) < 0.5, x + x * x2 * near, far)
 
@@ -247,15 +253,12 @@ def attn_fwd(
     head_q = head % num_heads_q
     head_kv = head_q // group_size
     start_m = tile * BLOCK_M
-    q_head = q_ptr + batch * tl.cast(stride_qb, tl.int64) * UNIT
-    q_head += head_q * tl.cast(stride_qh, tl.int64) * UNIT
-    stride_qs *= UNIT
-    k_head = k_ptr + batch * tl.cast(stride_kb, tl.int64) * UNIT
-    k_head += head_kv * tl.cast(stride_kh, tl.int64) * UNIT
-    stride_ks *= UNIT
-    v_head = v_ptr + batch * tl.cast(stride_vb, tl.int64) * UNIT
-    v_head += head_kv * tl.cast(stride_vh, tl.int64) * UNIT
-    stride_vs *= UNIT
+    q_head = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh)
+    stride_qs = whole(stride_qs)
+    k_head = k_ptr + batch * whole(stride_kb) + head_kv * whole(stride_kh)
+    stride_ks = whole(stride_ks)
+    v_head = v_ptr + batch * whole(stride_vb) + head_kv * whole(stride_vh)
+    stride_vs = whole(stride_vs)
 
     q = load_rows(
         q_head,
@@ -389,21 +392,13 @@ def plan(
     heads_per_run = 1
     arguments = (
         q,
-        q.stride(0) // UNIT.value,
-        q.stride(1) // UNIT.value,
-        q.stride(2) // UNIT.value,
+        *q.stride()[:3],
         k,
-        k.stride(0) // UNIT.value,
-        k.stride(1) // UNIT.value,
-        k.stride(2) // UNIT.value,
+        *k.stride()[:3],
         v,
-        v.stride(0) // UNIT.value,
-        v.stride(1) // UNIT.value,
-        v.stride(2) // UNIT.value,
+        *v.stride()[:3],
         out,
-        out.stride(0),
-        out.stride(1),
-        out.stride(2),
+        *out.stride()[:3],
         lse,
         num_heads_q,
         batch * num_heads_q,
@@ -414,7 +409,7 @@ def plan(
         qk_scale,
         exp_scale,
     )
-    grid = (triton.cdiv(seqlen_q, config["BLOCK_M"]) * batch * num_heads_q, 1, 1)
+    grid = (-(-seqlen_q // config["BLOCK_M"]) * batch * num_heads_q, 1, 1)
     return [(attn_fwd, grid, arguments, config)]
 
 
