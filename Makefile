@@ -5,8 +5,8 @@
 # python3 as it is (a GPU machine without a network).
 
 PYTHON ?= python3
-# Where CPU builds of torch come from on a machine without a GPU, beside the configured index.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# An index with CPU builds of torch, for a machine without a GPU whose own index has only CUDA ones.
+TORCH_INDEX ?=
 
 HAS_CUDA = $(PYTHON) -c "import torch; assert torch.cuda.is_available()" 2>/dev/null
 CHECK_PYTHON = $(PYTHON) -c "import sys; assert sys.version_info >= (3, 10), \
@@ -16,7 +16,7 @@ FREEZE = $(PYTHON) -c "import torch, triton; \
 	print(f'torch=={torch.__version__}\ntriton=={triton.__version__}\nnumpy<2.4')"
 
 # Torch comes first, alone: left to the rest, pip would take a CUDA build of several GB.
-CPU_TORCH = PIP install -qq --no-deps --retries 1 -c constraints.txt --extra-index-url $(TORCH_INDEX) torch
+CPU_TORCH = PIP install -qq --no-deps --retries 1 -c constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 
 ifdef NO_VENV
 PY = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
@@ -61,7 +61,7 @@ golden: $(READY)
 
 # On a machine with a GPU; add `NO_VENV=1` where there is no network, GPU_JOBS="-n 4" to share it.
 gpu-test: $(READY)
-	$(PY) -m pytest -q -m gpu tests/gpu $(GPU_JOBS)
+	$(PY) -m pytest -q -m gpu tests/gpu tests/test_tuner_workers.py -p no:benchmark $(GPU_JOBS)
 
 clean:
 	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -55,8 +55,8 @@ def dropout_keep(
 
 def seed_tensor(seed: int, device: torch.device) -> Tensor:
     """A 64-bit seed as an int64 tensor of one element; made without a host synchronisation."""
-    signed = (seed + 2**63) % 2**64 - 2**63
-    return torch.full((1,), signed, dtype=torch.int64, device=device).view(1)
+    signed = seed - 2**64 if seed >= 2**63 else seed  # no modulo: seed may be symbolic
+    return torch.full((1,), signed, dtype=torch.int64, device=device)
 
 
 def _multiply(a: int, b: Tensor) -> tuple[Tensor, Tensor]:

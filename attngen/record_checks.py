@@ -130,8 +130,9 @@ def _config_problem(direction: Direction, config: dict[str, Any]) -> str | None:
         whole = configs.from_dict(direction, config).as_dict()
     except SpecError as error:
         return f"config: {error}"
-    for name, kind in get_type_hints(configs.CONFIG_CLASS[direction]).items():
-        value, allowed = whole[name], get_args(kind)
+    kinds = get_type_hints(configs.CONFIG_CLASS[direction])
+    for name, value in whole.items():
+        kind, allowed = kinds[name], get_args(kinds[name])
         if allowed and value not in allowed:
             return f"config.{name} must be one of {list(allowed)}, got {_short(value)}"
         if kind is int and not _is_count(value):

@@ -23,6 +23,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import attngen
 from attngen import ops
+from attngen.dropout import seed_tensor
 from attngen.pinned import pinned
 from attngen.resolve import parsed
 
@@ -724,3 +725,16 @@ def test_tensor_argument_without_its_spec_field_is_refused(path: str, name: str)
     attend = attn if path == "compile" else attngen.attention
     with pytest.raises(attngen.UnsupportedSpecError, match=f"{name}= needs .*not built yet"):
         attend(q, k, v, **{name: torch.ones(2)})
+
+
+def test_int_seeds_are_symbolic_under_dynamic_compile() -> None:
+    """An int seed may become a SymInt; inductor cannot hold 2**63 in an int64."""
+
+    def seeded(x: Tensor, seed: int) -> Tensor:
+        return x + seed_tensor(seed, x.device)
+
+    compiled = torch.compile(seeded, fullgraph=True, dynamic=True)
+    x = torch.zeros(1, dtype=torch.int64)
+    for seed in (7, 8, 2**62):
+        assert compiled(x, seed).item() == seed
+    assert seed_tensor(2**64 - 1, x.device).item() == -1

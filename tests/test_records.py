@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from samples import CONFIG, KEY, MEASURED, PREDICTED, at
+from samples import BUCKET, CONFIG, KEY, MEASURED, PREDICTED, at
 
+from attngen.config import BwdConfig
 from attngen.errors import StoreError
 from attngen.records import Record, RecordKey, shipped
 
@@ -109,3 +110,12 @@ def test_shipped_records_of_this_checkout_are_valid() -> None:
         warnings.simplefilter("error")
         shipped.cache_clear()
         assert len({record.key for record in shipped()}) == len(shipped())
+
+
+def test_record_of_an_atomic_backward_round_trips() -> None:
+    config = BwdConfig(dq="atomic", block_m=64, block_n=64, num_warps=4, num_stages=3)
+    bucket = replace(BUCKET, direction="bwd")
+    key = replace(KEY, bucket=bucket.key)
+    record = replace(MEASURED, key=key, direction="bwd", config=config.as_dict())
+    assert "dq_block_m" not in record.config
+    assert Record.from_line(record.to_line()).kernel_config == config
