@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import signal
@@ -214,6 +215,7 @@ def fake_tune(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def put_tuner(monkeypatch: pytest.MonkeyPatch, tune: Any) -> None:
     module = types.ModuleType("attngen.tuner")
     module.tune = tune  # type: ignore[attr-defined]
+    module.kept_workers = contextlib.nullcontext  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "attngen.tuner", module)
 
 
