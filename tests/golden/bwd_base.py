@@ -164,7 +164,7 @@ def attn_bwd_preprocess(
     HAS_DLSE: tl.constexpr,
 ):
     """Two numbers a query row: minus lse in base 2, and delta = rowsum(out * do) - dlse
-    (FlashAttention-2, algorithm 2, line 4).
+    (FlashAttention-2, algorithm 2).
 
     Rows past the end, rows that see no key, and rows whose lse is too large for float32 to tell
     their P (their scores exceed 4e7) get lse = inf, and so P = 0 and no gradient.
@@ -238,7 +238,7 @@ def walk_queries(
 ):
     """Add what the query tiles lo .. hi give to dk and dv of one key tile.
 
-    Tiles are transposed, keys first (FlashAttention-2, algorithm 2, lines 7 to 16); P is
+    Tiles are transposed, keys first (FlashAttention-2, algorithm 2, the inner loop); P is
     recomputed from lse.
     """
     for start_m in tl.range(lo, hi, BLOCK_M):

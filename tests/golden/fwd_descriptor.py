@@ -82,7 +82,7 @@ def attend(
     PARTIAL: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):
-    """Online softmax over the key tiles lo .. hi (FlashAttention-2, algorithm 1, lines 6 to 10).
+    """Online softmax over the key tiles lo .. hi (FlashAttention-2, algorithm 1, the inner loop).
 
     acc is unnormalised, m_i is the row maximum of s * exp_scale, and l_i the sum of
     exp2(s * exp_scale - m_i). In PARTIAL tiles row i sees the keys 0 .. hi_i only.
