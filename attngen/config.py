@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple
 
 from attngen.errors import NoFeasibleConfigError, SpecError, nearest
 from attngen.gpu import GpuInfo
-from attngen.spec import AttentionSpec, Part
+from attngen.head_dim import Part
+from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Direction
 
 Tiles = Literal["pointer", "descriptor"]

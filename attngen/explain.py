@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
-from attngen import ops
 from attngen.config import KernelConfig, with_tiles
 from attngen.gpu import GpuInfo
 from attngen.kernel import file_name
 from attngen.lookup import Found
+from attngen.memory import addressable, aligned
 from attngen.render import render
 from attngen.resolve import device_index_of, device_info, find
 from attngen.spec import AttentionSpec
@@ -116,14 +116,14 @@ def explain_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Explan
     for choice in made.choices:
         notes = []
         config = choice.config
-        if config.tiles == "descriptor" and not ops.addressable(q, k, v):
+        if config.tiles == "descriptor" and not addressable(q, k, v):
             config = with_tiles(config, "pointer")
             notes.append(
                 "tiles=pointer instead of descriptor: a pointer or stride of q, k or v is no "
                 "multiple of 16 bytes"
             )
         for name, x in (("q", q), ("k", k), ("v", v)):
-            if ops.aligned(x) is not x:
+            if aligned(x) is not x:
                 notes.append(
                     f"{name} is copied: its strides {tuple(x.stride())} are not 1 in the last dim "
                     "and multiples of 16 bytes in the others"

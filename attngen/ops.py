@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 
-from attngen import interpreter
+from attngen import interpreter, transforms
 from attngen.errors import DtypeError, SpecError
 from attngen.kernel import Kernel
+from attngen.memory import addressable, aligned, empty_bshd
 from attngen.resolve import device_index_of, on_reset, parsed, resolve
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction, Workload, bucket
@@ -126,46 +127,6 @@ def _numbers(
     return numbers
 
 
-def addressable(*tensors: Tensor) -> bool:
-    """May a tensor descriptor (TMA) address these? Pointers and strides in units of 16 bytes."""
-    for x in tensors:
-        size = x.element_size()
-        if x.data_ptr() % 16 or x.shape[3] * size % 16:
-            return False
-        for stride in x.stride()[:3]:
-            if stride <= 0 or stride * size % 16:
-                return False
-    return True
-
-
-def aligned(x: Tensor) -> Tensor:
-    """x itself, or a copy whose rows begin at multiples of 16 bytes and whose last stride is 1.
-
-    Kernels load 16 bytes at a time. Rows of any other length are copied, once, into rows padded to
-    16 bytes: O(N d) bytes beside O(N^2 d) work.
-    """
-    unit = 16 // x.element_size()
-    if x.data_ptr() % 16 == 0 and _is_whole(x.shape, x.stride(), unit):
-        return x
-    *sizes, columns = x.shape
-    padded = x.new_empty((*sizes, -(-columns // unit) * unit))[..., :columns]
-    return padded.copy_(x)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_whole(shape: torch.Size, strides: tuple[int, ...], unit: int) -> bool:
-    """Do rows begin at multiples of `unit` elements, with the last stride 1?"""
-    *leading, last = zip(shape, strides, strict=True)
-    if last[0] != 1 and last[1] != 1:
-        return False
-    return all(stride % unit == 0 or size == 1 for size, stride in leading)
-
-
-def _empty_bshd(like: Tensor, batch: int, heads: int, rows: int, dim: int, dtype: Any) -> Tensor:
-    """Uninitialised (batch, heads, rows, dim), stored (batch, rows, heads, dim)."""
-    return like.new_empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
-
-
 def _check(layout: _Layout, q: Tensor, k: Tensor, v: Tensor) -> None:
     """Refuse what a kernel must never see. `api` has friendlier checks before this one."""
     spec, wanted = layout.spec, layout.dtype
@@ -220,7 +181,7 @@ def _forward(
     layout = _layout(text_key)
     batch, heads, seqlen_q, _ = q.shape
     dtype = torch.float32 if ints[0] else q.dtype
-    out = _empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
+    out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
     lse = q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)
     if lse.numel() == 0 or k.numel() == 0:
         _check(layout, q, k, v)
@@ -247,9 +208,9 @@ def _backward(
     layout = _layout(text_key)
     batch, heads, seqlen_q, dim = q.shape
     heads_kv, seqlen_k, dim_v = v.shape[1:]
-    dq = _empty_bshd(q, batch, heads, seqlen_q, dim, q.dtype)
-    dk = _empty_bshd(k, batch, heads_kv, seqlen_k, dim, k.dtype)
-    dv = _empty_bshd(v, batch, heads_kv, seqlen_k, dim_v, v.dtype)
+    dq = empty_bshd(q, batch, heads, seqlen_q, dim, q.dtype)
+    dk = empty_bshd(k, batch, heads_kv, seqlen_k, dim, k.dtype)
+    dv = empty_bshd(v, batch, heads_kv, seqlen_k, dim_v, v.dtype)
     if lse.numel() == 0 or k.numel() == 0:
         _check(layout, q, k, v)
         return [dq.zero_(), dk.zero_(), dv.zero_()]
@@ -272,13 +233,13 @@ def _fake_forward(
 ) -> list[Tensor]:
     batch, heads, seqlen_q, _ = q.shape
     dtype = torch.float32 if ints[0] else q.dtype
-    out = _empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
+    out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
     return [out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)]
 
 
 def _fake_backward(text_key: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     return [
-        _empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (q, k, v)
+        empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (q, k, v)
     ]
 
 
@@ -413,63 +374,7 @@ def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
     return cast_forward
 
 
-def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Move a vmapped dimension to the front and fold it into the batch."""
-    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
-    return x.flatten(0, 1)
-
-
-def _vmap_forward(
-    info: Any,
-    in_dims: Any,
-    text_key: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    extra: Any,
-    scalars: Any,
-    ints: Any,
-) -> Any:
-    _refuse_batched(in_dims[4])
-    folded = [_fold(x, d, info.batch_size) for x, d in zip((q, k, v), in_dims[1:4], strict=True)]
-    results = torch.ops.attngen.fwd(text_key, *folded, extra, scalars, ints)
-    return [r.unflatten(0, (info.batch_size, -1)) for r in results], [0] * len(results)
-
-
-def _vmap_backward(info: Any, in_dims: Any, text_key: Any, *arguments: Any) -> Any:
-    _refuse_batched(in_dims[8])
-    tensors, (extra, scalars, ints) = arguments[:7], arguments[7:]
-    folded = [
-        None if x is None else _fold(x, d, info.batch_size)
-        for x, d in zip(tensors, in_dims[1:8], strict=True)
-    ]
-    results = torch.ops.attngen.bwd(text_key, *folded, extra, scalars, ints)
-    return [r.unflatten(0, (info.batch_size, -1)) for r in results], [0] * len(results)
-
-
-def _refuse_batched(dims: Any) -> None:
-    if any(dim is not None for dim in dims or ()):
-        raise SpecError(
-            "vmap over dropout_seed is not offered; the folded batch row already gives each "
-            "sample bits of its own"
-        )
-
-
-def _flops_forward(text_key: str, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
-    """2 products of 2*B*H*Sq*Sk*D, whatever is masked (what torch counts for SDPA)."""
-    batch, heads, seqlen_q, dim = q
-    return int(2 * batch * heads * seqlen_q * k[2] * (dim + v[3]))
-
-
-def _flops_backward(text_key: str, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
-    """5 products: S and dK, dQ with head_dim columns, dP and dV with head_dim_v."""
-    batch, heads, seqlen_q, dim = q
-    return int(2 * batch * heads * seqlen_q * k[2] * (3 * dim + 2 * v[3]))
-
-
 def _register() -> None:
-    from torch.utils.flop_counter import register_flop_formula
-
     for key in ("CUDA", "CPU"):
         _LIBRARY.impl("fwd", _forward, key)
         _LIBRARY.impl("bwd", _backward, key)
@@ -481,10 +386,7 @@ def _register() -> None:
         _LIBRARY.impl("fwd", _autocast_forward(device_type, key), name)
     torch.library.register_fake("attngen::fwd", _fake_forward, lib=_LIBRARY)
     torch.library.register_fake("attngen::bwd", _fake_backward, lib=_LIBRARY)
-    torch.library.register_vmap("attngen::fwd", _vmap_forward, lib=_LIBRARY)
-    torch.library.register_vmap("attngen::bwd", _vmap_backward, lib=_LIBRARY)
-    register_flop_formula(torch.ops.attngen.fwd)(_flops_forward)
-    register_flop_formula(torch.ops.attngen.bwd)(_flops_backward)
+    transforms.register(_LIBRARY)
 
 
 _register()

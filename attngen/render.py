@@ -8,8 +8,9 @@ import hashlib
 import jinja2
 
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
+from attngen.head_dim import Part
 from attngen.paths import data_dir
-from attngen.spec import AttentionSpec, Part
+from attngen.spec import AttentionSpec
 from attngen.workload import Direction
 
 TEXT_VERSION = "0.1"

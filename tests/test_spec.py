@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.spec import FIELDS, AttentionSpec, split_head_dim
+from attngen.head_dim import split_head_dim
+from attngen.spec import FIELDS, AttentionSpec
 from attngen.workload import Bucket, Workload, bucket, ceil_pow2, spec_bucket
 
 SPECS = [

@@ -135,7 +135,7 @@ def _up(rows: int, multiple: int) -> int:
 
 
 def _padded(layout: str, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
-    """The stored shape: 16 bytes a row at least, as ops.aligned gives, and rows in sixteens."""
+    """The stored shape: 16 bytes a row at least, as memory.aligned gives, and rows in sixteens."""
     rows, dim = _up(rows, _STORED_ROWS), _up(dim, _STORED_COLUMNS)
     return (batch, rows, heads, dim) if layout == "bshd" else (batch, heads, rows, dim)
 
