@@ -4,7 +4,7 @@ Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run
   spec    head_dim=128,dtype=bfloat16
   config  lowering=triton,tiles=pointer,dq=kernel,block_m=64,block_n=64,num_warps=4,num_stages=2,
           dq_block_m=64,dq_block_n=64,dq_num_warps=4,dq_num_stages=2
-  again   attngen emit SPEC --config CONFIG, with the two lines above
+  again   attngen emit SPEC --direction bwd --config CONFIG, with SPEC and CONFIG as above
 softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
 """
 

@@ -3,7 +3,7 @@
 Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run it.
   spec    head_dim=128,dtype=bfloat16,dropout_p=any
   config  lowering=triton,tiles=pointer,block_m=128,block_n=64,num_warps=4,num_stages=2
-  again   attngen emit SPEC --config CONFIG, with the two lines above
+  again   attngen emit SPEC --direction fwd --config CONFIG, with SPEC and CONFIG as above
 softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
 """
 
