@@ -288,7 +288,7 @@ def _text_key(*traits: Any) -> str:
 torch.compiler.assume_constant_result(_text_key)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=4096, typed=True)  # causal=0 is not causal=False: the spec refuses it
 def _cached_text_key(
     head_dim: int,
     head_dim_v: int,
@@ -417,6 +417,12 @@ def _closed(side: str, value: int | None) -> bool:
 
 def _check_numbers(softmax_scale: float | None, softcap: float | None) -> None:
     """What the spec says of these two, in terms that torch.compile can guard."""
+    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
+        if isinstance(value, (Tensor, str)):
+            raise SpecError(
+                f"{name} must be a number, got {type(value).__name__}; let a learned scale "
+                "multiply q, where it gets a gradient"
+            )
     if softmax_scale is not None and not abs(softmax_scale) < math.inf:
         raise SpecError(
             f"softmax_scale must be a finite number, got {softmax_scale!r}; None means "

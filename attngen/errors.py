@@ -33,6 +33,9 @@ class UnsupportedSpecError(SpecError):
         self.reasons = tuple(reasons)
         super().__init__("unsupported spec: " + "; ".join(self.reasons))
 
+    def __reduce__(self) -> tuple[type[UnsupportedSpecError], tuple[tuple[str, ...]]]:
+        return type(self), (self.reasons,)
+
 
 class DtypeError(SpecError, TypeError):
     """Tensors have different dtypes, or one that the spec does not name."""

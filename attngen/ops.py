@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
 
 from attngen import interpreter, transforms
 from attngen.errors import DtypeError, SpecError
@@ -28,6 +29,11 @@ from attngen.resolve import device_index_of, on_reset, parsed, resolve
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction, Workload, bucket
 
+_USE_MATH = "compute it with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
+_NO_SECOND = (
+    f"attngen::bwd cannot be differentiated (a second derivative of attention); {_USE_MATH}"
+)
+_NO_TANGENTS = f"attngen::fwd has no forward-mode derivative; {_USE_MATH}"
 _LIBRARY = torch.library.Library("attngen", "DEF")
 _LIBRARY.define(
     "fwd(str spec, Tensor q, Tensor k, Tensor v, Tensor?[] extra, float[] scalars, SymInt[] ints)"
@@ -265,6 +271,8 @@ def forward(
         and not torch._C._are_functorch_transforms_active()
         and not torch.is_autocast_enabled(q.device.type)
     )
+    if torch.is_grad_enabled():
+        _refuse_unsupported_derivatives(q, k, v)
     if not plain:
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
@@ -332,10 +340,22 @@ class _Once(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        raise NotImplementedError(
-            "attngen::bwd cannot be differentiated (a second derivative of attention); compute it "
-            "with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
-        )
+        raise NotImplementedError(_NO_SECOND)
+
+
+def _refuse_unsupported_derivatives(*tensors: Tensor) -> None:
+    """Forward-mode and second derivatives are not built: an error, never a silent zero."""
+    if torch._C._are_functorch_transforms_active():
+        kind = torch._C._functorch.TransformType
+        levels = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
+        if kind.Jvp in levels:
+            raise NotImplementedError(f"torch.func.jvp: {_NO_TANGENTS}")
+        if levels.count(kind.Grad) > 1:
+            raise NotImplementedError(f"nested torch.func.grad or vjp: {_NO_SECOND}")
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+    ):
+        raise NotImplementedError(f"dual tensors: {_NO_TANGENTS}")
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -348,6 +368,7 @@ def _apply(function: Any, *arguments: Any) -> Any:
 def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
+    _refuse_unsupported_derivatives(q, k, v)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
         return list(_apply(_Attention, text_key, scalars, ints, q, k, v, *extra))
     with torch._C._AutoDispatchBelowAutograd():

@@ -31,8 +31,8 @@ NETWORK_FILESYSTEMS = frozenset(
 
 # What to do about an SQLite or operating system message, by a piece of its text.
 _NEXT_STEPS = (
-    ("not a database", "is no SQLite database", "set it aside with Store.set_aside(path)"),
-    ("malformed", "is damaged", "set it aside with Store.set_aside(path) and tune again"),
+    ("not a database", "is no SQLite database", "rename it, or set ATTNGEN_DB to another file"),
+    ("malformed", "is damaged", "rename it and tune again, or set ATTNGEN_DB to another file"),
     ("locked", "is locked by another process", "wait for it, or set ATTNGEN_DB to another file"),
     ("full", "cannot be written", "free some space, then run again"),
     ("No space left", "cannot be written", "free some space, then run again"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -331,3 +332,23 @@ def test_repr_is_readable() -> None:
     assert repr(attngen.compile(SPEC)) == (
         "attngen.compile(head_dim=16,dtype=float32,deterministic=false)"
     )
+
+
+def test_causal_spelled_as_an_int_is_refused_whatever_was_called_before() -> None:
+    q = torch.randn(1, 1, 4, 16)
+    attngen.attention(q, q, q, causal=True)
+    for spelled in (0, 1):
+        with pytest.raises(attngen.SpecError, match="causal must be one of"):
+            attngen.attention(q, q, q, causal=spelled)
+
+
+def test_a_learned_scale_is_refused_with_the_way_out() -> None:
+    q = torch.randn(1, 1, 4, 16)
+    with pytest.raises(attngen.SpecError, match="multiply q"):
+        attngen.attention(q, q, q, softmax_scale=torch.nn.Parameter(torch.tensor(0.3)))
+
+
+def test_errors_survive_pickling() -> None:
+    error = attngen.UnsupportedSpecError(["a", "b"])
+    again = pickle.loads(pickle.dumps(error))
+    assert str(again) == str(error) and again.reasons == ("a", "b")

@@ -142,7 +142,7 @@ def test_no_command_shows_the_commands() -> None:
 def test_file_that_is_no_database_is_named(command: str, tmp_path: Path) -> None:
     bad = tmp_path / "bad.db"
     bad.write_text("these are not the bytes of a database, and they go on for a while " * 20)
-    fails(attngen(command, "--db", bad), 1, str(bad), "no SQLite database", "set it aside")
+    fails(attngen(command, "--db", bad), 1, str(bad), "no SQLite database", "rename it")
 
 
 def test_import_into_file_that_is_no_database(tmp_path: Path) -> None:

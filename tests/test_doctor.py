@@ -89,7 +89,7 @@ def test_database_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         store.record_winner(MEASURED)
     assert "1 winners" in doctor.database(path).found
     path.write_text("not a database " * 100)
-    problem(doctor.database(path), str(path), "no SQLite database", "set it aside")
+    problem(doctor.database(path), str(path), "no SQLite database", "rename it")
 
 
 def test_damaged_shipped_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def write_folder(path: Path) -> None:
 
 
 DAMAGE = [
-    pytest.param(write_text, "is no SQLite database.*set_aside", id="text"),
-    pytest.param(write_broken_page, "is damaged.*set_aside", id="corrupt"),
+    pytest.param(write_text, "is no SQLite database.*rename it", id="text"),
+    pytest.param(write_broken_page, "is damaged.*rename it", id="corrupt"),
     pytest.param(write_newer, "newer attngen.*999_future.*update attngen", id="newer"),
     pytest.param(write_foreign, "another program.*bookmarks.*ATTNGEN_DB", id="foreign"),
     pytest.param(write_folder, "cannot be used.*ATTNGEN_DB", id="folder"),
