@@ -6,8 +6,8 @@ name, and the config is chosen inside on concrete sizes, so that `torch.compile(
 one graph for all lengths. Inside the ops tensors are (batch, heads, seqlen, dim) views; results are
 stored (batch, seqlen, heads, dim) and returned as such views.
 
-The Autograd key is implemented here rather than by `torch.library.register_autograd`, because that
-wrapper costs more host time than the launch (shared design, section 7).
+The Autograd key is implemented here rather than by `torch.library.register_autograd`, so that a
+call without gradients goes straight on.
 """
 
 from __future__ import annotations

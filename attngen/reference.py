@@ -21,9 +21,6 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
-# ---- dropout --------------------------------------------------------------------------------
-
-
 def philox_keep(
     seed: int | Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor, dropout_p: float
 ) -> Tensor:
@@ -63,9 +60,6 @@ def dropout_keep(
     """The bool mask (batch, heads, seqlen_q, seqlen_k) of entries that dropout keeps."""
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, seqlen_q, seqlen_k))
     return philox_keep(seed, b[:, None, None, None], h[:, None, None], i[:, None], j, dropout_p)
-
-
-# ---- pieces ---------------------------------------------------------------------------------
 
 
 class _Round(torch.autograd.Function):
@@ -141,9 +135,6 @@ def _dropped(spec: AttentionSpec, p: Tensor, keep: Tensor | None) -> Tensor:
     return p * keep / (1 - spec.dropout_p) if spec.dropout_p < 1 else p * 0.0
 
 
-# ---- whole ----------------------------------------------------------------------------------
-
-
 def attention(
     spec: AttentionSpec,
     q: Tensor,
@@ -212,9 +203,6 @@ def gradients(
     if dlse is not None:
         loss = loss + (lse.masked_fill(lse == NEG_INF, 0.0) * dlse.to(lse.dtype)).sum()
     return torch.autograd.grad(loss, leaves)
-
-
-# ---- samples of a large shape ---------------------------------------------------------------
 
 
 class Rows(NamedTuple):
@@ -307,9 +295,6 @@ def sampled_keys(
         dvs.append(rounded(p * weight, round_to, None).flatten() @ do_all.flatten(0, 1))
         dks.append(rounded(ds, round_to, None).flatten() @ q_all.flatten(0, 1) * scale_of(spec))
     return Keys(torch.stack(dks), torch.stack(dvs))
-
-
-# ---- judging --------------------------------------------------------------------------------
 
 
 class Verdict(NamedTuple):

@@ -69,13 +69,6 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     return f"Attention {what}: {', '.join(traits)}."
 
 
-def structure(config: KernelConfig) -> tuple[str, ...]:
-    """The config fields that choose text; all others are constants of the CONFIG lines."""
-    if isinstance(config, BwdConfig):
-        return (config.lowering, config.tiles, config.dq)
-    return (config.lowering, config.tiles)
-
-
 @functools.lru_cache(maxsize=256)
 def template_hash(spec: AttentionSpec, direction: Direction) -> str:
     """Hash of every text the spec can have, with the tunable constants held fixed.

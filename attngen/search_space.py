@@ -213,9 +213,6 @@ def _start(address: Any, start: Any) -> KernelConfig:
     return BwdConfig(tiles=address, dq=dq, **named)
 
 
-# ---- cost model -----------------------------------------------------------------------------
-
-
 class _Walk(NamedTuple):
     """One kernel: programs that keep `kept` rows and walk tiles of `walked` rows."""
 

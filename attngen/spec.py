@@ -127,8 +127,6 @@ class AttentionSpec:
         if reasons:
             raise UnsupportedSpecError(reasons)
 
-    # ---- what the emitted text may depend on -------------------------------------------------
-
     @property
     def is_causal(self) -> bool:
         return self.causal is not False
@@ -246,8 +244,6 @@ class AttentionSpec:
     def text_key(self) -> str:
         """`text` as a string, with `any` for each forgotten number; `parse` reads it back."""
         return _format(self.text, forget=True)
-
-    # ---- reading and writing -----------------------------------------------------------------
 
     @property
     def key(self) -> str:

@@ -1,9 +1,8 @@
 """Which config to try next: Optuna's TPE, with repeats replaced by neighbours of the best.
 
 Plain TPE stalls on repeats in a space this small, plain pattern search needs good starts; together
-they find the optimum whatever the starts (shared evidence: `tuning.md`, section 5). Sizes are
-coded as one integer an axis. The study lives in memory: the store is what a tuning run resumes
-from.
+they need none. Sizes are coded as one integer an axis. The study lives in memory: the store is what
+a tuning run resumes from.
 """
 
 from __future__ import annotations

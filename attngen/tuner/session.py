@@ -120,8 +120,6 @@ class Session:
         self.report.seconds = time.monotonic() - self._started
         return self.report
 
-    # ---- what earlier runs found -------------------------------------------------------------
-
     def _resume(self) -> None:
         """Tell the search every stored outcome, in the order in which they came."""
         for trial in sorted(self._store.trials(self._job.key), key=lambda t: t.date):
@@ -138,8 +136,6 @@ class Session:
             if record.key == self._job.key and record.origin == "measured":
                 return record
         return None
-
-    # ---- search ------------------------------------------------------------------------------
 
     def _explore(self) -> None:
         """Compile ahead and time what compiled, until a stop rule says so."""
@@ -277,8 +273,6 @@ class Session:
             + "\n  ".join(tried or ["none: the space is empty"])
             + "\nuse a smaller head_dim or a 16-bit dtype, or raise the budget"
         )
-
-    # ---- decision ----------------------------------------------------------------------------
 
     def _decide(self, held: Record | None) -> None:
         """Re-measure the best against each other and store the winner."""
