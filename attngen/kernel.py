@@ -13,9 +13,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from attngen.config import KernelConfig
 from attngen.errors import KernelCompileError
-from attngen.launcher import launch
+from attngen.launcher import Bound, bind, launch, may_bind
 from attngen.paths import kernel_dir
 from attngen.render import direction_of, render
 from attngen.spec import AttentionSpec
@@ -121,6 +123,7 @@ def _import(path: Path, interpret: bool) -> ModuleType:
     return module
 
 
+Tensors = tuple[Tensor | None, ...]
 _INTERPRETING = threading.RLock()
 """Triton's interpreter keeps its grid in globals: one thread at a time."""
 
@@ -146,18 +149,54 @@ class Kernel:
             if self.interpret:
                 _run_interpreted(plan)
             else:
-                for kernel, grid, arguments, constants in plan:
-                    launch(kernel, grid, arguments, constants)
+                launch(plan)
         except Exception as error:
             raise explained(error, self.path, self.spec) from error
+
+    def prepared(self, numbers: dict[str, Any], keywords: tuple[str, ...] = ()) -> Prepared:
+        """What runs the plan with these numbers, for tensors that all lie the same way.
+
+        Args:
+            numbers: keyword arguments of plan() that are no tensors.
+            keywords: names of the tensors that plan() takes by keyword; they come last.
+        """
+        return Prepared(self, numbers, keywords)
+
+
+class Prepared:
+    """A kernel with its numbers: from the second call on, without planning."""
+
+    def __init__(self, kernel: Kernel, numbers: dict[str, Any], keywords: tuple[str, ...]) -> None:
+        self._kernel = kernel
+        self._numbers = numbers
+        self._keywords = keywords
+        self._bound: Bound | None = None
+
+    def __call__(self, tensors: Tensors) -> None:
+        """Run on the current stream. Shapes, strides and dtypes are those of the first call, and
+        pointers multiples of 16 bytes."""
+        if self._bound is not None and may_bind():
+            self._bound(tensors)
+            return
+        count = len(tensors) - len(self._keywords)
+        if self._kernel.interpret or not may_bind():
+            named = dict(zip(self._keywords, tensors[count:], strict=True))
+            self._kernel(*tensors[:count], **named, **self._numbers)
+            return
+        apart = tuple(None if x is None else x.detach() for x in tensors)  # q may be k
+        named = dict(zip(self._keywords, apart[count:], strict=True))
+        try:
+            plan = self._kernel.module.plan(*apart[:count], **named, **self._numbers)
+            self._bound = bind(plan, apart)
+        except Exception as error:
+            raise explained(error, self._kernel.path, self._kernel.spec) from error
 
 
 def _run_interpreted(plan: list[Any]) -> None:
     import numpy as np
 
     with _INTERPRETING, np.errstate(all="ignore"):  # inf - inf of a masked score is meant
-        for kernel, grid, arguments, constants in plan:
-            kernel[grid](*arguments, **constants)
+        launch(plan)
 
 
 def explained(error: Exception, path: Path, spec: AttentionSpec) -> Exception:

@@ -1,104 +1,110 @@
-"""Launching compiled kernels without Triton's per-call argument analysis.
+"""Repeating a plan's launches for other tensors, without planning and analysing them again.
 
-`kernel[grid](...)` specialises every argument anew, which costs more host time than all the rest of
-a call. Emitted kernels specialise by value on few of their arguments (the strides of results), so
-the compiled kernel is remembered under what can change it: tensor dtypes and their 16-byte
-alignment, the values of specialised ints, and which ints need 64 bits. Triton releases whose
-launcher has not been checked go the ordinary way.
+What `plan()` gives, and the compiled kernel Triton picks for it, follow from shapes, strides,
+dtypes, numbers and 16-byte alignment; between two calls that agree in these only pointers change.
+So the launches of the first call are kept with the tensors left open. Triton's own launch, which
+specialises every argument anew, takes more host time than all the rest of a call.
+
+This needs Triton's launcher below its public interface, so that releases whose launcher has not
+been checked go the ordinary way.
 """
 
 from __future__ import annotations
 
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 CHECKED = ("3.6",)
-_MAX_COMPILED = 4096
-_INT32 = 1 << 31
-
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
-_positions: dict[Any, _Positions] = {}
 _is_checked = triton.__version__.rsplit(".", 1)[0] in CHECKED
 
 
-class _Positions(NamedTuple):
-    """Which arguments of a kernel choose its compiled form."""
+class _Descriptor:
+    """What the launcher reads of a TensorDescriptor; the one it stands for was checked."""
 
-    tensors: tuple[int, ...]
-    descriptors: tuple[int, ...]
-    by_value: Any
-    """Gives the ints that are specialised by value."""
-    sizes: Any
-    """Gives the other ints, which matter only where they need 64 bits."""
+    __slots__ = ("base", "padding", "shape", "strides")
+
+    def __init__(self, base: Tensor, like: Any) -> None:
+        self.base = base
+        self.shape = like.shape
+        self.strides = like.strides
+        self.padding = like.padding
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], constants: Any) -> None:
-    """Run a Triton kernel on the current stream, compiling it if need be."""
-    if not _is_checked:
-        kernel[grid](*arguments, **constants)
-        return
-    device = torch.cuda.current_device()
-    at = (kernel, device, *constants.values(), *key_of(kernel, arguments))
-    found = _compiled.get(at)
-    if found is None:
-        if len(_compiled) >= _MAX_COMPILED:
-            _compiled.clear()
-        made = kernel[grid](*arguments, **constants)
-        tail = tuple(constants[p.name] for p in kernel.params[len(arguments) :])
-        _compiled[at] = (made, tail)
-        return
-    made, tail = found
+class _Open(NamedTuple):
+    """One launch with its tensors left open."""
+
+    compiled: Any
+    grid: tuple[int, int, int]
+    arguments: list[Any]
+    pointers: list[tuple[int, int]]
+    """(position among the arguments, number of the tensor)."""
+    descriptors: list[tuple[int, int, _Descriptor]]
+    """The same, and the shape and strides."""
+
+
+class Bound:
+    """The launches of one plan, for other tensors of the same layout."""
+
+    def __init__(self, launches: list[_Open], device: int) -> None:
+        self._launches = launches
+        self._device = device
+
+    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
+        """Launch on the current stream. Pointers are multiples of 16 bytes."""
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        addresses = [0 if x is None else x.data_ptr() for x in tensors]
+        for compiled, grid, template, pointers, descriptors in self._launches:
+            arguments = template.copy()
+            for at, which in pointers:
+                arguments[at] = addresses[which]
+            for at, which, like in descriptors:
+                arguments[at] = _Descriptor(tensors[which], like)  # type: ignore[arg-type]
+            compiled.run(
+                *grid,
+                stream,
+                compiled.function,
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+                *arguments,
+            )
+
+
+def may_bind() -> bool:
+    """Is Triton's launcher known, and does no profiler listen to launches?"""
     hooks = triton.knobs.runtime
-    enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    metadata = None
-    if enter is not None:
-        metadata = made.launch_metadata(grid, stream, *arguments, *tail)
-    made.run(
-        *grid,
-        stream,
-        made.function,
-        made.packed_metadata,
-        metadata,
-        enter,
-        leave,
-        *arguments,
-        *tail,
-    )
+    return _is_checked and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
 
 
-def key_of(kernel: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What of the arguments chooses the compiled kernel."""
-    positions = _positions.get(kernel)
-    if positions is None:
-        positions = _positions[kernel] = _positions_of(kernel, arguments)
-    tensors = [arguments[i] for i in positions.tensors]
-    return (
-        *[(x.dtype, x.data_ptr() % 16) for x in tensors],
-        *[arguments[i].base.dtype for i in positions.descriptors],
-        positions.by_value(arguments),
-        max(positions.sizes(arguments)) >= _INT32,
-    )
+def launch(plan: list[Any]) -> None:
+    """Run the launches of a plan in the ordinary way, compiling what is not compiled."""
+    for kernel, grid, arguments, constants in plan:
+        kernel[grid](*arguments, **constants)
 
 
-def _positions_of(kernel: Any, arguments: tuple[Any, ...]) -> _Positions:
-    tensors: list[int] = []
-    descriptors: list[int] = []
-    by_value: list[int] = []
-    sizes: list[int] = []
-    for index, (argument, parameter) in enumerate(zip(arguments, kernel.params, strict=False)):
-        if isinstance(argument, torch.Tensor):
-            tensors.append(index)
-        elif isinstance(argument, int):
-            (sizes if parameter.do_not_specialize else by_value).append(index)
-        elif not isinstance(argument, float):
-            descriptors.append(index)
-    return _Positions(
-        tuple(tensors),
-        tuple(descriptors),
-        itemgetter(*by_value) if by_value else lambda arguments: (),
-        itemgetter(*sizes) if len(sizes) > 1 else lambda arguments: (0,),
-    )
+def bind(plan: list[Any], tensors: tuple[Tensor | None, ...]) -> Bound:
+    """Run the launches of a plan made of these tensors, no two of them one object; keep the rest.
+
+    The result holds no tensor.
+    """
+    which = {id(x): number for number, x in enumerate(tensors) if x is not None}
+    launches = []
+    for kernel, grid, arguments, constants in plan:
+        compiled = kernel[grid](*arguments, **constants)
+        # constants are passed to a compiled kernel too, and ignored
+        template = [*arguments, *(constants[p.name] for p in kernel.params[len(arguments) :])]
+        pointers, descriptors = [], []
+        for at, argument in enumerate(arguments):
+            if isinstance(argument, Tensor):
+                template[at] = None
+                pointers.append((at, which[id(argument)]))
+            elif hasattr(argument, "base"):
+                template[at] = None
+                like = _Descriptor(None, argument)  # type: ignore[arg-type]
+                descriptors.append((at, which[id(argument.base)], like))
+        launches.append(_Open(compiled, grid, template, pointers, descriptors))
+    return Bound(launches, torch.cuda.current_device())

@@ -44,6 +44,17 @@ def _is_whole(shape: torch.Size, strides: tuple[int, ...], unit: int) -> bool:
     return all(stride % unit == 0 or size == 1 for size, stride in leading)
 
 
+def on_16_bytes(x: Tensor) -> Tensor:
+    """x itself, or a copy that begins at a multiple of 16 bytes."""
+    return x if x.data_ptr() % 16 == 0 else x.clone()
+
+
+def bshd_strides(heads: int, rows: int, dim: int) -> tuple[int, int, int, int]:
+    """Strides of a (batch, heads, rows, dim) tensor stored (batch, rows, heads, dim)."""
+    dim, heads, rows = max(dim, 1), max(heads, 1), max(rows, 1)  # as torch has it
+    return rows * heads * dim, dim, heads * dim, 1
+
+
 def empty_bshd(like: Tensor, batch: int, heads: int, rows: int, dim: int, dtype: Any) -> Tensor:
     """Uninitialised (batch, heads, rows, dim), stored (batch, rows, heads, dim)."""
     return like.new_empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.flop_counter import FlopCounterMode
 
-import attngen
-from attngen import ops
+import attngen.ops
+from attngen import calls
 from attngen.dropout import seed_tensor
 from attngen.pinned import pinned
 from attngen.resolve import parsed
@@ -73,15 +73,15 @@ def seq_major(x: Tensor) -> Tensor:
 
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by the direction of each kernel call."""
-    calls: list[str] = []
-    find = ops._call
+    seen: list[str] = []
+    launch = calls._launch
 
-    def counting(direction: Any, *arguments: Any) -> Any:
-        calls.append(direction)
-        return find(direction, *arguments)
+    def counting(call: Any, inputs: Any, extra: Any) -> Any:
+        seen.append("fwd" if len(inputs) == 3 else "bwd")
+        return launch(call, inputs, extra)
 
-    monkeypatch.setattr(ops, "_call", counting)
-    return calls
+    monkeypatch.setattr(calls, "_launch", counting)
+    return seen
 
 
 # ---- opcheck --------------------------------------------------------------------------------
@@ -472,7 +472,7 @@ def test_checkpoint_without_rng_state_is_bit_equal_with_an_explicit_seed(reentra
 def test_selective_checkpoint_decides_whether_attention_runs_again(
     policy: CheckpointPolicy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = count_forwards(monkeypatch)
+    seen = count_forwards(monkeypatch)
     block, x = Block(), torch.randn(1, 12, 32).requires_grad_()
 
     def decide(context: Any, op: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
@@ -483,8 +483,8 @@ def test_selective_checkpoint_decides_whether_attention_runs_again(
 
     _train_step(block, x, lambda x: checkpoint(block, x, use_reentrant=False, context_fn=contexts))
     forwards = 1 if policy == CheckpointPolicy.MUST_SAVE else 2
-    assert calls.count("fwd") == forwards
-    assert calls.count("bwd") == 1
+    assert seen.count("fwd") == forwards
+    assert seen.count("bwd") == 1
 
 
 def test_flop_counter_counts_both_directions() -> None:

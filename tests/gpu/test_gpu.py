@@ -13,6 +13,7 @@ from test_cases import _params
 from torch import Tensor
 
 import attngen
+from attngen import kernel, resolve
 from attngen.config import BwdConfig, FwdConfig
 from attngen.pinned import pinned
 from attngen.resolve import device_info
@@ -372,6 +373,42 @@ def test_unaligned_tensors_fall_back_from_descriptors_to_pointers() -> None:
     with pinned({"fwd": config}):
         got = attngen.attention(q, k, v)
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "dropout_seed": 5}])
+def test_repeated_launches_equal_ordinary_ones(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second call of a layout runs without planning: also after one that was called (x, x, x),
+    and with tensors elsewhere in memory."""
+    options = {**options, "deterministic": True}
+    calls = [[random(2, 3, 130, 64) for _ in range(3)] for _ in range(3)]
+    calls.insert(0, [calls[0][0]] * 3)
+    do = random(2, 3, 130, 64).detach()
+    resolve.reset()
+    repeated = [results(*call, do, **options) for call in calls]
+    monkeypatch.setattr(kernel, "may_bind", lambda: False)
+    resolve.reset()
+    for call, got in zip(calls, repeated, strict=True):
+        wanted = results(*call, do, **options)
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_seed_lse_and_gradients_at_odd_addresses() -> None:
+    q, k, v = (random(1, 2, 40, 64) for _ in range(3))
+    seeds = torch.tensor([1, 2, 3], device="cuda")
+    for seed in seeds:
+        options = {"dropout_p": 0.4, "return_lse": True}
+        got = attngen.attention(q, k, v, dropout_seed=seed, **options)
+        wanted = attngen.attention(q, k, v, dropout_seed=int(seed), **options)
+        assert torch.equal(got[0], wanted[0])
+        d_lse = torch.randn(1 + 1 * 2 * 40, device="cuda")
+        odd, even = d_lse[1:].view(1, 2, 40), d_lse[1:].clone().view(1, 2, 40)
+        torch.autograd.backward(got, [torch.ones_like(got[0]), odd])
+        by_odd, q.grad = q.grad, None
+        torch.autograd.backward(wanted, [torch.ones_like(got[0]), even])
+        by_even, q.grad = q.grad, None
+        torch.testing.assert_close(by_odd, by_even)
 
 
 @pytest.mark.parametrize("k_start", [0, 3], ids=["aligned", "unaligned"])

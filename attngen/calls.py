@@ -1,0 +1,232 @@
+"""Calls on concrete tensors: checks, the choice of a kernel, allocation and launch.
+
+What is settled for one layout (shapes, strides, dtypes, devices, numbers) is remembered, so that
+the next call of that layout costs a look-up, the allocation of its results and the launch. Tensors
+are (batch, heads, seqlen, dim) views; results are stored (batch, seqlen, heads, dim) and returned
+as such views.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngen import interpreter
+from attngen.checks import check_tensors
+from attngen.errors import DtypeError, SpecError
+from attngen.kernel import Tensors
+from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
+from attngen.resolve import device_index_of, on_reset, parsed, resolve
+from attngen.spec import AttentionSpec
+from attngen.workload import Direction, Workload, bucket
+
+MAX_POSITION = 1 << 30
+"""Window sides are cut to this, so that sums of positions stay within 32 bits."""
+
+
+class _Memory(NamedTuple):
+    """A tensor to allocate."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, like: Tensor) -> Tensor:
+        return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+
+class _Call(NamedTuple):
+    """What is remembered for a layout."""
+
+    run: Callable[[Tensors], None]
+    device: int | None
+    memory: list[_Memory]
+    """Of the results, then of the scratch."""
+
+
+_CALLS: dict[tuple[Any, ...], _Call] = {}
+_MAX_CALLS = 4096
+on_reset(_CALLS.clear)
+
+
+def forward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> list[Tensor]:
+    """[out, lse] of `attngen::fwd`."""
+    inputs: Tensors = (q, k, v)
+    call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
+    if call is None or _is_off(*inputs, *extra):
+        _check(text_key, q, k, v)
+        batch, heads, seqlen_q, _ = q.shape
+        out = _bshd(q, v.shape[3], torch.float32 if ints[0] else q.dtype)
+        lse = _float32(batch, heads, seqlen_q)
+        if q.numel() == 0 or v.numel() == 0:
+            return [out.make(q).zero_(), lse.make(q).fill_(float("-inf"))]
+        inputs = tiles = (aligned(q), aligned(k), aligned(v))
+        extra = [None if x is None else on_16_bytes(x) for x in extra]
+        call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, [out, lse])
+    return _launch(call, inputs, extra)
+
+
+def backward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> list[Tensor]:
+    """[dq, dk, dv] of `attngen::bwd`."""
+    inputs: Tensors = (q, k, v, out, lse, dout, dlse)
+    call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
+    if call is None or _is_off(*inputs, *extra):
+        _check(text_key, q, k, v)
+        results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
+        if q.numel() == 0 or v.numel() == 0:
+            return [each.make(q).zero_() for each in results]
+        q, k, v = aligned(q), aligned(k), aligned(v)
+        dout = aligned(torch.zeros_like(out) if dout is None else dout)
+        out = on_16_bytes(out if out.stride(3) == 1 else out.contiguous())
+        lse = on_16_bytes(lse.contiguous())
+        dlse = None if dlse is None else on_16_bytes(dlse.contiguous())
+        extra = [None if x is None else on_16_bytes(x) for x in extra]
+        inputs = (q, k, v, out, lse, dout, dlse)
+        tiles = (q, k, v, dout)
+        call = _settled("bwd", text_key, inputs, tiles, extra, scalars, ints, results)
+    return _launch(call, inputs, extra)[:3]
+
+
+def _layout(
+    text_key: str, tensors: Tensors, scalars: Sequence[float], ints: Sequence[int]
+) -> tuple[Any, ...]:
+    return (
+        text_key,
+        *[None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in tensors],
+        *scalars,
+        *ints,
+    )
+
+
+def _is_off(*tensors: Tensor | None) -> bool:
+    """Does any pointer miss a multiple of 16 bytes?"""
+    bits = 0
+    for x in tensors:
+        if x is not None:
+            bits |= x.data_ptr()
+    return bits % 16 != 0
+
+
+def _bshd(rows_of: Tensor, dim: int, dtype: torch.dtype) -> _Memory:
+    batch, heads, rows, _ = rows_of.shape
+    return _Memory((batch, heads, rows, dim), bshd_strides(heads, rows, dim), dtype)
+
+
+def _float32(*shape: int) -> _Memory:
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return _Memory(shape, tuple(strides), torch.float32)
+
+
+def _settled(
+    direction: Direction,
+    text_key: str,
+    inputs: Tensors,
+    tiles: tuple[Tensor, ...],
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+    memory: list[_Memory],
+) -> _Call:
+    """The call of a layout that kernels can take; `tiles` are what descriptors must address."""
+    at = _layout(text_key, inputs, scalars, ints)
+    call = _CALLS.get(at)
+    if call is not None:
+        return call
+    spec = parsed(text_key)
+    named = dict(zip(spec.int_args, ints, strict=True))
+    q, k, *_ = tiles
+    batch, heads, seqlen_q, dim = q.shape
+    left, right = named.get("window_left"), named.get("window_right")
+    if left is not None and spec.is_causal:
+        right = 0
+    sizes = Workload(batch, heads, k.shape[1], seqlen_q, k.shape[2])
+    place = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
+    device = device_index_of(q)
+    resolved = resolve(text_key, place, device)
+    kernel = resolved.kernel
+    if kernel is not resolved.by_pointer and not addressable(*tiles):
+        kernel = resolved.by_pointer
+    if direction == "bwd":
+        memory.append(_float32(batch, heads, 2, -(-seqlen_q // 128) * 128))
+        if kernel.config.dq == "atomic":  # type: ignore[union-attr]  # a backward config
+            memory.append(_float32(batch, heads, seqlen_q, dim))
+    numbers = _numbers(spec, named, seqlen_q, k.shape[2])
+    numbers |= zip(spec.scalar_args, scalars, strict=True)
+    run = kernel.prepared(numbers, keywords=("seed",) if extra else ())
+    if len(_CALLS) >= _MAX_CALLS:
+        _CALLS.clear()
+    call = _CALLS[at] = _Call(run, device, memory)
+    return call
+
+
+def _numbers(
+    spec: AttentionSpec, named: dict[str, int], seqlen_q: int, seqlen_k: int
+) -> dict[str, Any]:
+    """The ints of a call as the emitted file's plan() takes them."""
+    placed = ("q_start", "q_step", "k_start", "k_step", "batch_start", "head_start")
+    numbers: dict[str, Any] = {name: named[name] for name in placed if name in named}
+    for side in ("window_left", "window_right"):
+        if side in named:
+            numbers[side] = min(named[side], MAX_POSITION)
+    if spec.has_positions:
+        total_q, total_k = named["seqlen_q_total"], named["seqlen_k_total"]
+        total_q = seqlen_q if total_q < 0 else total_q
+        total_k = seqlen_k if total_k < 0 else total_k
+        numbers["align"] = total_k - total_q if named["bottom_right"] else 0
+    return numbers
+
+
+def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
+    """Run a call's kernel on its device, into new memory."""
+    like: Tensor = inputs[0]  # type: ignore[assignment]
+    made = [each.make(like) for each in call.memory]
+    tensors = (*inputs, *made, *extra)
+    if call.device is None or call.device == torch._C._cuda_getDevice():
+        call.run(tensors)
+    else:
+        with torch.cuda.device(call.device):
+            call.run(tensors)
+    return made
+
+
+def _check(text_key: str, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what a kernel must never see."""
+    spec = parsed(text_key)
+    check_tensors(q, k, v, spec.head_dim, spec.head_dim_v)
+    wanted = getattr(torch, spec.dtype)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != wanted:
+            raise DtypeError(
+                f"{name} is {x.dtype} but the spec says dtype={spec.dtype}; cast it, or use a "
+                f"spec of that dtype"
+            )
+    if q.is_cpu and not interpreter.enabled():
+        raise SpecError(
+            "q is on the CPU but this machine has a GPU; move the tensors with .cuda(), or set "
+            "ATTNGEN_INTERPRET=1 to run Triton's interpreter"
+        )
