@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from dataclasses import replace
 from typing import Any
@@ -12,17 +11,40 @@ import torch
 from torch import Tensor
 
 from attngen import ops, resolve
-from attngen.checks import check_call, check_dtypes, check_tensors, refuse_tensors
+from attngen.checks import (
+    Shard,
+    check_call,
+    check_kinds,
+    check_results,
+    check_seed,
+    check_shard,
+    check_tensors,
+    compute_dtype,
+    heads_first,
+    refuse_tensors,
+)
 from attngen.dropout import seed_tensor
-from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.errors import SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.spec import AttentionSpec
-from attngen.workload import Direction, Workload
+from attngen.values import (
+    cap_number,
+    flag,
+    plain,
+    probability,
+    scale_number,
+    shown,
+    whole,
+    window_sides,
+)
+from attngen.workload import Direction, Workload, check_direction
 
-_AUX = ("lse", "max_logit", "col_sum", "entropy")
+# Defaults of the calls, known by identity: an argument that is none of them is looked at.
+_NONE: tuple[str, ...] = ()
+_ZERO, _ONE = 0, 1
 
 
-def compile(spec: AttentionSpec) -> Attention:
+def compile(spec: AttentionSpec, **options: Any) -> Attention:
     """The attention a spec describes, ready to call. Never tunes and never fails for want of a
     record: an untuned shape runs with a default config.
 
@@ -35,11 +57,19 @@ def compile(spec: AttentionSpec) -> Attention:
             f"compile() takes an AttentionSpec, got {type(spec).__name__}; make one with "
             "attngen.AttentionSpec(head_dim=128, causal=True)"
         )
+    if options:
+        changed = ", ".join(f"{name}={shown(value)}" for name, value in options.items())
+        replace(spec, **options)  # refuses unknown fields by name
+        raise SpecError(
+            f"compile() takes the spec alone, got {changed}; write "
+            f"attngen.compile(attngen.AttentionSpec(..., {changed}))"
+        )
     return Attention(spec)
 
 
 class Attention:
-    """A compiled spec: callable, picklable, usable inside torch.compile."""
+    """A compiled spec: callable, picklable, usable inside torch.compile. Equal specs make equal
+    objects."""
 
     def __init__(self, spec: AttentionSpec) -> None:
         if spec.deterministic is None:
@@ -48,6 +78,15 @@ class Attention:
         self._text_key = spec.text_key
         self._eval_key = replace(spec, dropout_p=0.0).text_key
         self._drop_key = replace(spec, dropout_p=0.5).text_key
+
+    def __eq__(self, other: object) -> bool:
+        return self.spec == other.spec if isinstance(other, Attention) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((Attention, self.spec))
+
+    def __reduce__(self) -> tuple[Any, tuple[AttentionSpec]]:
+        return Attention, (self.spec,)
 
     def __call__(
         self,
@@ -79,7 +118,8 @@ class Attention:
             v: (batch, num_heads_kv, seqlen_k, head_dim_v).
             return_lse: also return lse, float32 (batch, num_heads_q, seqlen_q), the natural log of
                 the softmax denominator; differentiable.
-            return_aux: names of side outputs, returned as a dict; "lse" so far.
+            return_aux: names of side outputs, returned as a dict; "lse" so far. Not together with
+                return_lse.
             dropout_p: overrides the spec's; 0.0 for evaluation.
             dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
                 torch's generator if None. Hand one in where a recomputed forward must see the same
@@ -87,7 +127,7 @@ class Attention:
             q_start, q_step, k_start, k_step: where this call's rows stand in the whole sequence
                 (shards): row i is row start + i * step.
             seqlen_q_total, seqlen_k_total: lengths of the whole sequences, which bottom-right
-                alignment needs; default: those of q and k.
+                alignment needs of a shard; default: those of q and k.
             batch_start, head_start: global numbers of the first batch row and query head, for
                 dropout.
             partial: return out in float32, for `merge`.
@@ -97,17 +137,21 @@ class Attention:
             (out, aux) on request. A query that sees no key has out 0 and lse -inf.
 
         Raises:
-            SpecError: shapes, dtypes or devices do not fit the spec.
+            SpecError: an argument, shape or device does not fit the spec.
+            DtypeError: q, k and v are not of the spec's dtype.
             UnsupportedSpecError: a tensor whose feature is not built.
         """
         spec = self.spec
-        refuse_tensors(tensors)
-        p = spec.dropout_p if dropout_p is None else dropout_p
-        key = self._text_key
+        if tensors:
+            refuse_tensors(tensors, self.__call__)
+        if return_lse is not False or return_aux is not _NONE:
+            check_results(return_lse, return_aux)
+        p, key = spec.dropout_p, self._text_key
         if dropout_p is not None:
+            p = probability("dropout_p", dropout_p)
             key = self._drop_key if _drops(p) else self._eval_key
         if spec.layout == "bshd":
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q, k, v = heads_first(q, k, v)
         check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
         scale = spec.softmax_scale
         if scale is None:
@@ -134,7 +178,7 @@ class Attention:
     def explain(self, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
         """Which record, config and lowering serve a call of these tensors, and why."""
         if self.spec.layout == "bshd":
-            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+            q, k, v = heads_first(q, k, v)
         check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
         return explain_call(self.spec, q, k, v)
 
@@ -142,7 +186,14 @@ class Attention:
         """The emitted text that serves a workload (default: batch 1, 16 heads, 4096 tokens)."""
         from attngen.explain import explain_workload
 
-        workload = workload or Workload(1, 16, 16, 4096, 4096)
+        check_direction(direction)
+        if workload is None:
+            workload = Workload(1, 16, 16, 4096, 4096)
+        if not isinstance(workload, Workload):
+            raise SpecError(
+                f"workload must be an attngen.Workload, got {shown(workload)}; make one with "
+                "attngen.Workload(batch, num_heads_q, num_heads_kv, seqlen_q, seqlen_k)"
+            )
         return explain_workload(self.spec, workload, directions=(direction,)).source(direction)
 
     def __repr__(self) -> str:
@@ -186,25 +237,31 @@ def attention(
         SpecError: an option, shape, dtype or device is wrong.
         UnsupportedSpecError: a feature that is not built; lists every reason.
     """
-    refuse_tensors(tensors)
-    if layout == "bshd":
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    check_tensors(q, k, v)
-    dtype = q.dtype
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    name = str(dtype).removeprefix("torch.")
+    if tensors:
+        refuse_tensors(tensors, attention)
+    if return_lse is not False or return_aux is not _NONE:
+        check_results(return_lse, return_aux)
+    if isinstance(layout, str) and layout == "bshd":
+        q, k, v = heads_first(q, k, v)
+    name = compute_dtype(q)
+    check_call(q, k, v, None, None, name)
+    if type(causal) is not bool and type(causal) is not str:
+        causal = plain(causal)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    left, right = window if window is not None else (None, None)
-    _check_numbers(softmax_scale, softcap)
+    left, right = (None, None) if window is None else window_sides(window)
+    if softmax_scale is not None:
+        softmax_scale = scale_number("softmax_scale", softmax_scale)
+    if softcap is not None:
+        softcap = cap_number(softcap, softmax_scale)
+    dropout_p = probability("dropout_p", dropout_p)
     key = _text_key(
         operator.index(q.shape[3]),  # a constant to torch.compile, where int() stays symbolic
         operator.index(v.shape[3]),
         name,
         causal,
-        _closed("left", left),
-        _closed("right", right),
+        left is not None,
+        right is not None,
         _drops(dropout_p),
         softcap is not None,
         layout,
@@ -212,14 +269,13 @@ def attention(
         deterministic,
         batch_invariant,
     )
-    check_dtypes(q, k, v, name)
     out, lse = _run(
         key,
         q,
         k,
         v,
         causal=causal,
-        window=window,
+        window=(left, right),
         softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
         dropout_p=dropout_p,
@@ -253,11 +309,24 @@ def sdpa(
         scale: default 1 / sqrt(head_dim).
         enable_gqa: lets key and value have fewer heads than query.
     """
-    refuse_tensors({"attn_mask": attn_mask})
+    refuse_tensors({"attn_mask": attn_mask}, sdpa)
+    check_kinds({"query": query, "key": key, "value": value})
+    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+    if scale is not None:
+        scale = scale_number("scale", scale)
     lead = query.shape[:-3]
     tensors = [query, key, value]
     if query.dim() < 3:
-        raise SpecError(f"query must have at least 3 dims, got shape {tuple(query.shape)}")
+        raise SpecError(
+            f"query must have at least 3 dims, got shape {tuple(query.shape)}; add them with "
+            ".unsqueeze(0)"
+        )
+    for name, x in (("key", key), ("value", value)):
+        if x.dim() != query.dim() or x.shape[:-3] != lead:
+            raise SpecError(
+                f"{name} must have the leading dims of query, got shapes {tuple(x.shape)} and "
+                f"{tuple(query.shape)} (..., heads, seqlen, dim); expand it"
+            )
     if query.dim() == 3:
         tensors = [x.unsqueeze(1) for x in tensors]  # (batch, seqlen, dim): one head
     elif query.dim() > 4:
@@ -282,7 +351,10 @@ def reload() -> None:
 
 def _text_key(*traits: Any) -> str:
     """A constant to torch.compile, which warns of a cached function that it meets itself."""
-    return _cached_text_key(*traits)
+    try:
+        return _cached_text_key(*traits)
+    except TypeError:  # something that cannot be hashed: let the spec refuse it
+        return _cached_text_key.__wrapped__(*traits)
 
 
 torch.compiler.assume_constant_result(_text_key)
@@ -332,11 +404,16 @@ def _run(
     softcap: float | None,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
-    shard: tuple[Any, ...],
+    shard: Shard,
     starts: tuple[int, int],
     partial: bool,
 ) -> tuple[Tensor, Tensor]:
     """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
+    compiling = torch.compiler.is_compiling()
+    if dropout_seed is not None:
+        dropout_seed = check_seed(dropout_seed, q.device)
+    if partial is not False:
+        partial = flag("partial", partial)
     if softmax_scale <= 0:  # kernels take a positive scale: the sign, or zero, moves into q
         q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
     left, right = window if window is not None else (None, None)
@@ -344,11 +421,14 @@ def _run(
     has_dropout = dropout_p > 0
     placed = is_causal or left is not None or right is not None
     q_start, q_step, k_start, k_step, total_q, total_k = shard
-    if q_step < 1 or k_step < 1 or q_start < 0 or k_start < 0:
-        raise SpecError(
-            f"q_start and k_start must be from 0 up and q_step and k_step from 1, got {q_start=}, "
-            f"{k_start=}, {q_step=}, {k_step=}"
-        )
+    whole_q = q_start is _ZERO and q_step is _ONE and total_q is None
+    if compiling or not (whole_q and k_start is _ZERO and k_step is _ONE and total_k is None):
+        bottom_right = placed and causal != "top_left"
+        shard = check_shard(shard, q.shape[2], k.shape[2], bottom_right)
+        q_start, q_step, k_start, k_step, total_q, total_k = shard
+    batch_start, head_start = starts
+    if compiling or batch_start is not _ZERO or head_start is not _ZERO:
+        starts = whole("batch_start", batch_start), whole("head_start", head_start)
     scalars = [float(softmax_scale)]
     ints = [int(partial)]
     extra: list[Tensor | None] = []
@@ -367,75 +447,31 @@ def _run(
         scalars.append(float(dropout_p))
         ints += starts
         extra.append(_seed(dropout_seed, q))
-    if torch.compiler.is_compiling():
+    if compiling:
         out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)
-    else:
+        return out, lse
+    try:
         out, lse = ops.forward(key, q, k, v, extra, scalars, ints)
+    except RuntimeError:  # a sparse tensor of a shape that passed before has no strides
+        check_kinds({"q": q, "k": k, "v": v})
+        raise
     return out, lse
 
 
 def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
-    if isinstance(seed, Tensor):
-        if seed.numel() != 1 or seed.dtype != torch.int64:
-            raise SpecError(
-                f"dropout_seed must be an int or an int64 tensor of one element, got "
-                f"{seed.dtype} of shape {tuple(seed.shape)}"
-            )
-        if seed.device != q.device:
-            raise SpecError(
-                f"dropout_seed is on {seed.device} but q is on {q.device}; move it with "
-                ".to(q.device)"
-            )
-        return seed.reshape(1)
-    return seed_tensor(seed, q.device)
+    return seed.reshape(1) if isinstance(seed, Tensor) else seed_tensor(seed, q.device)
 
 
 def _results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: tuple[str, ...]) -> Any:
-    if not return_aux:
-        return (out, lse) if return_lse else out
-    for name in return_aux:
-        if name not in _AUX:
-            raise SpecError(f"return_aux must name {', '.join(_AUX)}, got {name!r}")
-        if name != "lse":
-            raise UnsupportedSpecError([f"return_aux={name!r} is not built yet"])
-    return out, {"lse": lse}
-
-
-def _closed(side: str, value: int | None) -> bool:
-    """Is a window side closed? Refuses a value that is no length."""
-    if value is None:
-        return False
-    if isinstance(value, bool) or value < 0:
-        raise SpecError(
-            f"window {side} must be None (open) or an int from 0 up, got {value!r}; None is the "
-            "only way to say 'no limit'"
-        )
-    return True
-
-
-def _check_numbers(softmax_scale: float | None, softcap: float | None) -> None:
-    """What the spec says of these two, in terms that torch.compile can guard."""
-    for name, value in (("softmax_scale", softmax_scale), ("softcap", softcap)):
-        if isinstance(value, (Tensor, str)):
-            raise SpecError(
-                f"{name} must be a number, got {type(value).__name__}; let a learned scale "
-                "multiply q, where it gets a gradient"
-            )
-    if softmax_scale is not None and not abs(softmax_scale) < math.inf:
-        raise SpecError(
-            f"softmax_scale must be a finite number, got {softmax_scale!r}; None means "
-            "1/sqrt(head_dim)"
-        )
-    if softcap is not None and not 0 < softcap < math.inf:
-        raise SpecError(f"softcap must be a positive number, got {softcap!r}; None switches it off")
+    if return_aux:
+        return out, {"lse": lse}
+    return (out, lse) if return_lse else out
 
 
 def _drops(p: float) -> bool:
-    """Is there dropout? Refuses what is no probability."""
-    if not 0.0 <= p <= 1.0:
-        raise SpecError(f"dropout_p must be from 0 to 1, got {p!r}")
+    """Is there dropout?"""
     if p > 0:  # noqa: SIM103  (torch.compile may hand in a symbolic p; a branch gives a bool)
         return True
     return False

@@ -21,10 +21,8 @@ from attngen.kernel import Tensors
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
 from attngen.resolve import device_index_of, on_reset, parsed, resolve
 from attngen.spec import AttentionSpec
+from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket
-
-MAX_POSITION = 1 << 30
-"""Window sides are cut to this, so that sums of positions stay within 32 bits."""
 
 
 class _Memory(NamedTuple):

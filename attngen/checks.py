@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.errors import DtypeError, SpecError, UnsupportedSpecError, nearest
+from attngen.spec import FIELDS
+from attngen.values import MAX_POSITION, flag, shown, whole
 
 # Tensor arguments whose spec field exists but whose kernels are not built yet.
 _TENSOR_FIELD = {
@@ -32,13 +36,14 @@ _TENSOR_FIELD = {
 }
 
 
-def refuse_tensors(tensors: dict[str, Any]) -> None:
-    """Refuse tensor arguments: unknown names, and features that are not built."""
+_AUX = ("lse", "max_logit", "col_sum", "entropy")
+
+
+def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any]) -> None:
+    """Refuse further arguments of `call`: unknown names, and features that are not built."""
     for name in tensors:
         if name not in _TENSOR_FIELD:
-            raise SpecError(
-                f"unknown argument {name!r}; tensor arguments: {', '.join(_TENSOR_FIELD)}"
-            )
+            _refuse_name(name, call)
     reasons = [
         f"{name}= needs {_TENSOR_FIELD[name]}, which is not built yet"
         for name, value in tensors.items()
@@ -48,22 +53,156 @@ def refuse_tensors(tensors: dict[str, Any]) -> None:
         raise UnsupportedSpecError(reasons)
 
 
+def _refuse_name(name: str, call: Callable[..., Any]) -> None:
+    parameters = inspect.signature(call).parameters.values()
+    options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    if name in FIELDS and "causal" not in options:
+        raise SpecError(
+            f"{name!r} belongs to the spec, not to a call; write "
+            f"attngen.compile(attngen.AttentionSpec(..., {name}=...))"
+        )
+    raise SpecError(
+        f"unknown argument {name!r}{nearest(name, [*options, *_TENSOR_FIELD])}; options: "
+        f"{', '.join(options)}; tensor arguments: {', '.join(_TENSOR_FIELD)}"
+    )
+
+
+def check_results(return_lse: Any, return_aux: Any) -> None:
+    """What a call is asked to return besides out."""
+    flag("return_lse", return_lse)
+    if not isinstance(return_aux, (tuple, list)):
+        raise SpecError(
+            f'return_aux must be a tuple of names, got {shown(return_aux)}; write ("lse",)'
+        )
+    for name in return_aux:
+        if not isinstance(name, str) or name not in _AUX:
+            hint = nearest(name, _AUX) if isinstance(name, str) else ""
+            raise SpecError(f"return_aux must name {', '.join(_AUX)}, got {shown(name)}{hint}")
+        if name != "lse":
+            raise UnsupportedSpecError([f"return_aux={name!r} is not built yet"])
+    if return_lse and return_aux:
+        raise SpecError(
+            f"return_lse=True and return_aux={tuple(return_aux)!r} exclude each other; aux has the "
+            'lse: return_aux=("lse",) alone'
+        )
+
+
+Shard = tuple[int, int, int, int, "int | None", "int | None"]
+
+
+def check_shard(shard: Shard, seqlen_q: int, seqlen_k: int, bottom_right: bool) -> Shard:
+    """Where the rows of q and k stand: (q_start, q_step, k_start, k_step, and both totals)."""
+    q_start, q_step, k_start, k_step, total_q, total_k = shard
+    q = _check_rows("q", q_start, q_step, total_q, seqlen_q, bottom_right)
+    k = _check_rows("k", k_start, k_step, total_k, seqlen_k, bottom_right)
+    return *q[:2], *k[:2], q[2], k[2]
+
+
+def _check_rows(
+    side: str, start: int, step: int, total: int | None, seqlen: int, bottom_right: bool
+) -> tuple[int, int, int | None]:
+    start = whole(f"{side}_start", start)
+    step = whole(f"{side}_step", step, 1)
+    if total is not None:
+        total = whole(f"seqlen_{side}_total", total)
+    if start == 0 and step == 1 and total is None:
+        return start, step, total
+    end = start + (seqlen - 1) * step + 1
+    if end > (MAX_POSITION if total is None else total):
+        most = f"{MAX_POSITION}, the most" if total is None else f"seqlen_{side}_total={total}"
+        raise SpecError(
+            f"{side}_start={start}, {side}_step={step} and {seqlen} rows end at row {end}, beyond "
+            f"{most}; seqlen_{side}_total is the length of the whole sequence"
+        )
+    if bottom_right and total is None:
+        raise SpecError(
+            f"{side}_start={start} with {side}_step={step} needs seqlen_{side}_total, the length "
+            "of the whole sequence, for the bottom-right alignment of causal=True and windows"
+        )
+    return start, step, total
+
+
+def check_seed(seed: Any, device: torch.device | None = None) -> int | Tensor:
+    """A dropout seed: 64 bits as an int, or an int64 tensor of one element, on the device."""
+    must = "dropout_seed must be an int or an int64 tensor of one element"
+    if not isinstance(seed, Tensor):
+        if torch.compiler.is_compiling() and type(seed) is int:
+            return seed  # may be symbolic, and guards know int64 only
+        step = "one seed is 64 bits"
+        if type(seed) is float or isinstance(seed, (bool, str)):
+            step = f"{must}"
+        return whole("dropout_seed", seed, -(2**63), 2**64 - 1, step)
+    if seed.numel() != 1 or seed.dtype != torch.int64:
+        raise SpecError(f"{must}, got {seed.dtype} of shape {tuple(seed.shape)}")
+    if device is not None and seed.device != device:
+        raise SpecError(
+            f"dropout_seed is on {seed.device} but q is on {device}; move it with .to(q.device)"
+        )
+    return seed
+
+
+def check_kinds(tensors: dict[str, Any]) -> None:
+    """Dense torch tensors, by their names in the call."""
+    for name, x in tensors.items():
+        if not isinstance(x, Tensor):
+            kind = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
+            raise SpecError(
+                f"{name} must be a torch.Tensor, got {kind}; make one with torch.as_tensor({name})"
+            )
+        if x.is_nested:
+            raise SpecError(
+                f"{name} is a nested tensor; pad it with torch.nested.to_padded_tensor, or call "
+                "once for each sequence"
+            )
+        if x.layout is not torch.strided:
+            raise SpecError(f"{name} is {x.layout}, not dense; call {name}.to_dense()")
+
+
+def heads_first(q: Any, k: Any, v: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """(batch, seqlen, heads, dim) as (batch, heads, seqlen, dim) views."""
+    try:
+        if q.dim() == k.dim() == v.dim() == 4:
+            return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    except (AttributeError, RuntimeError):
+        check_kinds({"q": q, "k": k, "v": v})
+        raise
+    check_tensors(q, k, v)
+    raise AssertionError("a tensor that has not 4 dims was let pass")
+
+
+def compute_dtype(q: Any) -> str:
+    """The dtype a functional call computes in: q's, or autocast's."""
+    if not isinstance(q, Tensor):
+        check_kinds({"q": q})
+    dtype = torch.get_autocast_dtype(q.device.type) if _autocasts(q) else q.dtype
+    return str(dtype).removeprefix("torch.")
+
+
+def _autocasts(q: Tensor) -> bool:
+    return q.device.type != "meta" and torch.is_autocast_enabled(q.device.type)
+
+
 _PASSED: set[tuple[Any, ...]] = set()
 _MAX_PASSED = 4096
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, head_dim: int, head_dim_v: int, dtype: str) -> None:
-    """Shapes, devices and dtypes; what passed once is not looked at again."""
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(q.device.type):
-        check_tensors(q, k, v, head_dim, head_dim_v)
-        check_dtypes(q, k, v, dtype)
-        return
-    shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-    at = (*shapes, *dtypes, q.device, k.device, v.device, head_dim, head_dim_v, dtype)
-    if at in _PASSED:
-        return
+def check_call(
+    q: Tensor, k: Tensor, v: Tensor, head_dim: int | None, head_dim_v: int | None, dtype: str
+) -> None:
+    """Kinds, shapes, devices and dtypes; what passed once is not looked at again."""
+    at = None
+    if not torch.compiler.is_compiling():
+        try:
+            shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
+            at = (*shapes, *dtypes, q.device, k.device, v.device, head_dim, head_dim_v, dtype)
+            if at in _PASSED and not torch.is_autocast_enabled(q.device.type):
+                return
+        except (AttributeError, RuntimeError, TypeError):
+            at = None  # no plain tensors, or sizes without a value
     check_tensors(q, k, v, head_dim, head_dim_v)
     check_dtypes(q, k, v, dtype)
+    if at is None or _autocasts(q):
+        return
     if len(_PASSED) >= _MAX_PASSED:
         _PASSED.clear()
     _PASSED.add(at)
@@ -72,14 +211,23 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, head_dim: int, head_dim_v: int, 
 def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, head_dim: int | None = None, head_dim_v: int | None = None
 ) -> None:
-    """Shapes and devices of q, k, v as (batch, heads, seqlen, dim)."""
+    """Kinds, shapes and devices of q, k, v as (batch, heads, seqlen, dim)."""
+    check_kinds({"q": q, "k": k, "v": v})
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
-            raise SpecError(f"{name} must have 4 dims, got shape {tuple(x.shape)}")
+            raise SpecError(
+                f"{name} must have 4 dims, got shape {tuple(x.shape)}; "
+                "add the missing ones with .unsqueeze(), or use attngen.sdpa"
+            )
         if x.device != q.device:
             raise SpecError(
                 f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
             )
+    if q.device.type == "meta" and not torch.compiler.is_compiling():
+        raise SpecError(
+            "q, k and v are on the meta device, which holds no data; make them on a real device, "
+            "or trace the call with torch.compile or torch.export for shapes alone"
+        )
     if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:
         raise SpecError(
             f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
@@ -106,7 +254,7 @@ def check_tensors(
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str) -> None:
     """One dtype, the spec's; under autocast the op casts."""
-    if torch.is_autocast_enabled(q.device.type):
+    if _autocasts(q):
         return
     wanted = getattr(torch, dtype, None)
     if q.dtype == wanted and k.dtype == wanted and v.dtype == wanted:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attngen.errors import SpecError
+from attngen.checks import check_seed
+from attngen.values import probability, whole
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
@@ -23,7 +24,7 @@ def dropout_keep(
     depend on tiles, splits, ranks or shards.
 
     Args:
-        seed: an int, or an int64 tensor of one element (the mask is made on its device).
+        seed: an int of 64 bits, or an int64 tensor of one element (the mask is made on its device).
         batch, heads, seqlen_q, seqlen_k: sizes of the whole attention.
         dropout_p: probability of dropping, 0 to 1.
 
@@ -31,10 +32,12 @@ def dropout_keep(
         bool tensor (batch, heads, seqlen_q, seqlen_k), True = kept.
 
     Raises:
-        SpecError: dropout_p is not from 0 to 1.
+        SpecError: dropout_p is not from 0 to 1, a size is no size, or the seed no seed.
     """
-    if not 0.0 <= dropout_p <= 1.0:
-        raise SpecError(f"dropout_p must be from 0 to 1, got {dropout_p!r}")
+    dropout_p = probability("dropout_p", dropout_p)
+    batch, heads = whole("batch", batch), whole("heads", heads)
+    seqlen_q, seqlen_k = whole("seqlen_q", seqlen_q), whole("seqlen_k", seqlen_k)
+    seed = check_seed(seed)
     device = seed.device if isinstance(seed, Tensor) else torch.device("cpu")
     key = (seed.reshape(()) if isinstance(seed, Tensor) else seed_tensor(seed, device)).view(())
 

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from attngen.config import KernelConfig, with_tiles
+from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
 from attngen.kernel import file_name
 from attngen.lookup import Found
@@ -15,7 +16,14 @@ from attngen.memory import addressable, aligned
 from attngen.render import render
 from attngen.resolve import device_index_of, device_info, find
 from attngen.spec import AttentionSpec
-from attngen.workload import DIRECTIONS, Bucket, Direction, Workload, spec_bucket
+from attngen.workload import (
+    DIRECTIONS,
+    Bucket,
+    Direction,
+    Workload,
+    check_direction,
+    spec_bucket,
+)
 
 
 @dataclass(frozen=True)
@@ -80,8 +88,13 @@ class Explanation:
 
     def source(self, direction: Direction) -> str:
         """The emitted text of a direction."""
-        (choice,) = [c for c in self.choices if c.bucket.direction == direction]
-        return render(choice.spec, choice.config)
+        check_direction(direction)
+        for choice in self.choices:
+            if choice.bucket.direction == direction:
+                return render(choice.spec, choice.config)
+        raise SpecError(
+            f"this explanation has no direction {direction!r}; ask explain_workload for it"
+        )
 
     def __str__(self) -> str:
         head = [f"spec     {self.spec.key}", f"workload {self.workload} (B,Hq,Hkv,Sq,Sk)"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attngen.errors import SpecError
+from attngen.checks import check_kinds
+from attngen.errors import DtypeError, SpecError
 
 
 def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -25,8 +26,9 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
         out in the dtype of the two outs, and lse.
 
     Raises:
-        SpecError: the shapes do not belong together.
+        SpecError: the shapes do not belong together, or an argument is no float tensor.
     """
+    _check(out_a=out_a, lse_a=lse_a, out_b=out_b, lse_b=lse_b)
     if out_a.shape != out_b.shape or lse_a.shape != lse_b.shape:
         raise SpecError(
             f"merge needs two outs and two lses of one shape, got out {tuple(out_a.shape)} and "
@@ -49,3 +51,20 @@ def merge(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[T
     out = out_a * (weight_a / total).unsqueeze(-1) + out_b * (weight_b / total).unsqueeze(-1)
     lse = (top + torch.log(total)).masked_fill(empty, float("-inf"))
     return out.to(torch.promote_types(out_a.dtype, out_b.dtype)), lse
+
+
+def _check(**tensors: Tensor) -> None:
+    check_kinds(tensors)
+    device = tensors["out_a"].device
+    for name, x in tensors.items():
+        if name.startswith("lse") and x.dtype not in (torch.float32, torch.float64):
+            raise DtypeError(
+                f"{name} must be float32 (or float64), got {x.dtype}; pass the lse of "
+                "return_lse=True as it comes"
+            )
+        if not x.is_floating_point():
+            raise DtypeError(f"{name} must be a float tensor, got {x.dtype}; cast it with .float()")
+        if x.device != device:
+            raise SpecError(
+                f"{name} is on {x.device} but out_a is on {device}; move it with .to(out_a.device)"
+            )

@@ -8,12 +8,21 @@ them, and `spec.text_key` is all that a template, a tuning record or the torch o
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from attngen.errors import SpecError, UnsupportedSpecError, nearest
 from attngen.head_dim import MAX_HEAD_DIM, Part, split_head_dim
+from attngen.values import (
+    cap_number,
+    flag,
+    plain,
+    probability,
+    scale_number,
+    shown,
+    whole,
+    window_sides,
+)
 
 DTYPES = ("float16", "bfloat16", "float32")
 CAUSAL = (False, True, "bottom_right", "top_left")
@@ -52,9 +61,11 @@ class AttentionSpec:
         causal: False; True or "bottom_right" (query i sees key j iff j <= i + Sk - Sq);
             "top_left" (j <= i, what SDPA's `is_causal` means).
         window: (left, right), inclusive: query i sees keys from i - left to i + right, in aligned
-            positions; None is an open side. `causal` closes the right side.
+            positions; None is an open side, and so is, in effect, the most that a side can be,
+            2**30. `causal` closes the right side.
         dropout_p: probability, 0 to 1, of dropping an entry of the softmax matrix.
-        softmax_scale: multiplies q @ k.T; default 1 / sqrt(head_dim). Zero and negative are legal.
+        softmax_scale: multiplies q @ k.T; default 1 / sqrt(head_dim). Zero and negative are legal;
+            its size, else, is one that float32 holds.
         softcap: c > 0 turns a score s into c * tanh(s / c), before masks.
         layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
         precision: "ieee" or "tf32"; how float32 inputs are multiplied.
@@ -98,29 +109,40 @@ class AttentionSpec:
     batch_invariant: bool = False
 
     def __new__(cls, *args: Any, **named: Any) -> AttentionSpec:
+        if args:
+            raise _PositionalError(
+                f"AttentionSpec takes its fields by name, got {shown(args[0])}; write "
+                "AttentionSpec(head_dim=128, causal=True)"
+            )
         _refuse_unknown(named)
+        if "head_dim" not in named:
+            raise SpecError("the spec lacks head_dim; write AttentionSpec(head_dim=128)")
         return super().__new__(cls)
+
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return AttentionSpec.parse, (self.key,)
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)  # the class is frozen
 
+        for name in FIELDS:
+            put(name, plain(getattr(self, name)))
         put("dtype", str(self.dtype).removeprefix("torch."))
         if self.head_dim_v is None:
             put("head_dim_v", self.head_dim)
-        if isinstance(self.window, list):
-            put("window", tuple(self.window))
-        if self.window == (None, None):
-            put("window", None)
-        for name in ("dropout_p", "softmax_scale", "softcap"):
-            value = getattr(self, name)
-            if isinstance(value, int) and not isinstance(value, bool):
-                put(name, float(value))
+        sides = window_sides(self.window)
+        put("window", None if sides == (None, None) else sides)
+        put("dropout_p", probability("dropout_p", self.dropout_p))
+        if self.softmax_scale is not None:
+            put("softmax_scale", scale_number("softmax_scale", self.softmax_scale))
+        if self.softcap is not None:
+            put("softcap", cap_number(self.softcap, self.softmax_scale))
         _validate(self)
         reasons = [
             f"{name} ({what}) is not built yet"
             for name, what in _NOT_BUILT.items()
-            if getattr(self, name) not in (None, False)
+            if getattr(self, name) is not None and getattr(self, name) is not False
         ]
         if self.layout == "thd":
             reasons.append('layout="thd" (packed sequences) is not built yet')
@@ -256,6 +278,11 @@ class AttentionSpec:
     @classmethod
     def parse(cls, line: str) -> AttentionSpec:
         """Read `head_dim=128,dtype=bfloat16,causal=true,window=1023:0,softcap=any`."""
+        if not isinstance(line, str):
+            raise SpecError(
+                f"a spec line must be a str, got {shown(line)}; write one as "
+                "head_dim=128,dtype=bfloat16,causal=true"
+            )
         named: dict[str, Any] = {}
         for item in filter(None, (piece.strip() for piece in line.split(","))):
             name, equals, value = item.partition("=")
@@ -281,12 +308,10 @@ class AttentionSpec:
         """The inverse of `to_json`."""
         try:
             named = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, TypeError) as error:
             raise SpecError(f"spec is not JSON ({error}); write it with spec.to_json()") from None
         if not isinstance(named, dict):
             raise SpecError(f"spec must be a JSON object, got {type(named).__name__}")
-        if isinstance(named.get("window"), list):
-            named["window"] = tuple(named["window"])
         return cls(**named)
 
     def as_dict(self) -> dict[str, Any]:
@@ -295,6 +320,10 @@ class AttentionSpec:
 
 
 FIELDS = {f.name: f for f in fields(AttentionSpec)}
+
+
+class _PositionalError(SpecError, TypeError):
+    """A field given by position: a TypeError too, as of any keyword-only argument."""
 
 
 def _refuse_unknown(named: dict[str, Any]) -> None:
@@ -307,60 +336,36 @@ def _refuse_unknown(named: dict[str, Any]) -> None:
 
 def _validate(spec: AttentionSpec) -> None:
     for name in ("head_dim", "head_dim_v"):
-        value = getattr(spec, name)
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_HEAD_DIM:
-            raise SpecError(
-                f"{name} must be an int from 1 to {MAX_HEAD_DIM}, got {value!r}; "
-                "split the heads or use a smaller head dim"
-            )
+        step = "split the heads or use a smaller head dim"
+        whole(name, getattr(spec, name), 1, MAX_HEAD_DIM, step)
     _one_of(spec, "dtype", DTYPES)
     _one_of(spec, "layout", LAYOUTS)
     _one_of(spec, "precision", PRECISIONS)
     _one_of(spec, "fp8_scale", FP8_SCALES)
-    if spec.causal not in CAUSAL or isinstance(spec.causal, (int, float)) != isinstance(
-        spec.causal, bool
-    ):
-        raise SpecError(f"causal must be one of {_list(CAUSAL)}, got {spec.causal!r}")
-    if spec.window is not None:
-        _validate_window(spec.window)
-    if not isinstance(spec.dropout_p, float) or not 0.0 <= spec.dropout_p <= 1.0:
-        raise SpecError(f"dropout_p must be from 0 to 1, got {spec.dropout_p!r}")
-    scale = spec.softmax_scale
-    if scale is not None and not (isinstance(scale, float) and math.isfinite(scale)):
-        raise SpecError(
-            f"softmax_scale must be a finite number, got {scale!r}; None means 1/sqrt(head_dim)"
-        )
-    cap = spec.softcap
-    if cap is not None and not (isinstance(cap, float) and math.isfinite(cap) and cap > 0):
-        raise SpecError(f"softcap must be a positive number, got {cap!r}; None switches it off")
-    if spec.deterministic not in (None, True, False):
-        raise SpecError(f"deterministic must be None, True or False, got {spec.deterministic!r}")
+    _one_of(spec, "causal", CAUSAL)
+    if spec.deterministic is not None:
+        flag("deterministic", spec.deterministic, "None, True or False")
+    if spec.chunk is not None:
+        whole("chunk", spec.chunk, 1, None)
+    for name in ("score_mod", "mask_mod"):
+        value = getattr(spec, name)
+        if value is not None and not callable(value):
+            raise SpecError(f"{name} must be None or a function, got {shown(value)}")
     for name, field in FIELDS.items():
-        if field.type == "bool" and not isinstance(getattr(spec, name), bool):
-            raise SpecError(f"{name} must be True or False, got {getattr(spec, name)!r}")
-
-
-def _validate_window(window: Any) -> None:
-    if not isinstance(window, tuple) or len(window) != 2:
-        raise SpecError(
-            f"window must be (left, right) or None, got {window!r}; "
-            "a causal window of W keys is (W - 1, 0)"
-        )
-    for side, value in zip(("left", "right"), window, strict=True):
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise SpecError(
-                f"window {side} must be None (open) or an int from 0 up, got {value!r}; "
-                "None is the only way to say 'no limit'"
-            )
+        if field.type == "bool":
+            flag(name, getattr(spec, name))
 
 
 def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:
     value = getattr(spec, name)
-    if value not in allowed:
-        hint = nearest(value, [a for a in allowed if a]) if isinstance(value, str) else ""
-        raise SpecError(f"{name} must be one of {_list(allowed)}, got {value!r}{hint}")
+    if any(type(value) is type(a) and value == a for a in allowed):
+        return
+    hint = ""
+    if isinstance(value, str):
+        hint = nearest(value, [a for a in allowed if isinstance(a, str)])
+    if True in allowed and str(value).lower() in ("true", "false", "1", "0"):
+        hint = f"; write {name}={str(value).lower() in ('true', '1')}"
+    raise SpecError(f"{name} must be one of {_list(allowed)}, got {shown(value)}{hint}")
 
 
 def _list(allowed: tuple[Any, ...]) -> str:

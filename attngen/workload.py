@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from attngen.errors import SpecError
+from attngen.errors import SpecError, nearest
 from attngen.spec import AttentionSpec
+from attngen.values import shown, whole
 
 Direction = Literal["fwd", "bwd"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
@@ -32,9 +33,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise SpecError(f"{field.name} must be an int from 0 up, got {value!r}")
+            size = whole(field.name, getattr(self, field.name), 0, None)
+            object.__setattr__(self, field.name, size)  # the class is frozen
         if self.num_heads_kv == 0 or self.num_heads_q % self.num_heads_kv:
             raise SpecError(
                 f"num_heads_q must be a multiple of num_heads_kv, got {self.num_heads_q} and "
@@ -51,11 +51,11 @@ class Workload:
         """Read `B,Hq,Hkv,Sq,Sk`, as 4,32,8,4096,4096."""
         try:
             sizes = [int(piece) for piece in text.split(",")]
-        except ValueError:
+        except (ValueError, AttributeError):
             sizes = []
         if len(sizes) != 5:
             raise SpecError(
-                f"workload must be five ints B,Hq,Hkv,Sq,Sk, got {text!r}; "
+                f"workload must be five ints B,Hq,Hkv,Sq,Sk, got {shown(text)}; "
                 "for example 4,32,8,4096,4096"
             )
         return cls(*sizes)
@@ -95,9 +95,16 @@ class Bucket:
             raise SpecError(
                 f"{key!r} is no bucket key such as fwd-q4096-k4096-bh64-g8-w0-p0"
             ) from None
-        if direction not in DIRECTIONS:
-            raise SpecError(f"direction must be fwd or bwd, got {direction!r}")
-        return cls(direction, q, k, bh, g, w, p)
+        return cls(check_direction(direction), q, k, bh, g, w, p)
+
+
+def check_direction(direction: str) -> Direction:
+    """The direction; refuses what is neither "fwd" nor "bwd"."""
+    for known in DIRECTIONS:
+        if isinstance(direction, str) and direction == known:
+            return known
+    hint = nearest(direction, DIRECTIONS) if isinstance(direction, str) else ""
+    raise SpecError(f"direction must be 'fwd' or 'bwd', got {shown(direction)}{hint}")
 
 
 def ceil_pow2(n: int) -> int:

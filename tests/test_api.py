@@ -92,8 +92,13 @@ BAD_TENSORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str, str]] =
         "meta",
         ".to(q.device)",
     ),
-    "step-zero": (_call(q_step=0), attngen.SpecError, "q_step=0", "from 1"),
-    "start-negative": (_call(k_start=-2), attngen.SpecError, "k_start=-2", "from 0 up"),
+    "step-zero": (_call(q_step=0), attngen.SpecError, "q_step must be an int from 1", "got 0"),
+    "start-negative": (
+        _call(k_start=-2),
+        attngen.SpecError,
+        "k_start must be an int from 0",
+        "got -2",
+    ),
     "aux-unknown": (_call(return_aux=("max",)), attngen.SpecError, "'max'", "lse, max_logit"),
     "aux-not-built": (
         _call(return_aux=("entropy",)),

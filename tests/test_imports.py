@@ -11,7 +11,17 @@ import attngen
 
 LIGHT = ["attngen"] + [
     f"attngen.{name}"
-    for name in ("spec", "workload", "gpu", "config", "search_space", "render", "store", "errors")
+    for name in (
+        "spec",
+        "workload",
+        "gpu",
+        "config",
+        "search_space",
+        "render",
+        "store",
+        "errors",
+        "values",
+    )
 ]
 
 
