@@ -424,7 +424,7 @@ def _run(
     whole_q = q_start is _ZERO and q_step is _ONE and total_q is None
     if compiling or not (whole_q and k_start is _ZERO and k_step is _ONE and total_k is None):
         bottom_right = placed and causal != "top_left"
-        shard = check_shard(shard, q.shape[2], k.shape[2], bottom_right)
+        shard = check_shard(*shard, q.shape[2], k.shape[2], bottom_right)
         q_start, q_step, k_start, k_step, total_q, total_k = shard
     batch_start, head_start = starts
     if compiling or batch_start is not _ZERO or head_start is not _ZERO:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -90,12 +91,37 @@ def check_results(return_lse: Any, return_aux: Any) -> None:
 Shard = tuple[int, int, int, int, "int | None", "int | None"]
 
 
-def check_shard(shard: Shard, seqlen_q: int, seqlen_k: int, bottom_right: bool) -> Shard:
-    """Where the rows of q and k stand: (q_start, q_step, k_start, k_step, and both totals)."""
-    q_start, q_step, k_start, k_step, total_q, total_k = shard
-    q = _check_rows("q", q_start, q_step, total_q, seqlen_q, bottom_right)
-    k = _check_rows("k", k_start, k_step, total_k, seqlen_k, bottom_right)
-    return *q[:2], *k[:2], q[2], k[2]
+def check_shard(*call: Any) -> Shard:
+    """Where the rows of q and k stand: (q_start, q_step, k_start, k_step, and both totals).
+
+    Args:
+        call: the six as given, then seqlen_q, seqlen_k, and whether the call aligns last rows.
+    """
+    if torch.compiler.is_compiling():
+        return _check_shard(*call)
+    try:
+        return _known_shard(*call)
+    except TypeError:  # something that cannot be hashed
+        return _check_shard(*call)
+
+
+def _check_shard(
+    q_start: Any,
+    q_step: Any,
+    k_start: Any,
+    k_step: Any,
+    total_q: Any,
+    total_k: Any,
+    seqlen_q: int,
+    seqlen_k: int,
+    bottom_right: bool,
+) -> Shard:
+    q_start, q_step, total_q = _check_rows("q", q_start, q_step, total_q, seqlen_q, bottom_right)
+    k_start, k_step, total_k = _check_rows("k", k_start, k_step, total_k, seqlen_k, bottom_right)
+    return q_start, q_step, k_start, k_step, total_q, total_k
+
+
+_known_shard = functools.lru_cache(maxsize=4096, typed=True)(_check_shard)
 
 
 def _check_rows(
@@ -124,16 +150,14 @@ def _check_rows(
 
 def check_seed(seed: Any, device: torch.device | None = None) -> int | Tensor:
     """A dropout seed: 64 bits as an int, or an int64 tensor of one element, on the device."""
-    must = "dropout_seed must be an int or an int64 tensor of one element"
+    must = "it must be an int or an int64 tensor of one element"
     if not isinstance(seed, Tensor):
         if torch.compiler.is_compiling() and type(seed) is int:
             return seed  # may be symbolic, and guards know int64 only
-        step = "one seed is 64 bits"
-        if type(seed) is float or isinstance(seed, (bool, str)):
-            step = f"{must}"
+        step = f"a seed is 64 bits; {must}"
         return whole("dropout_seed", seed, -(2**63), 2**64 - 1, step)
     if seed.numel() != 1 or seed.dtype != torch.int64:
-        raise SpecError(f"{must}, got {seed.dtype} of shape {tuple(seed.shape)}")
+        raise SpecError(f"dropout_seed: {must}, got {seed.dtype} of shape {tuple(seed.shape)}")
     if device is not None and seed.device != device:
         raise SpecError(
             f"dropout_seed is on {seed.device} but q is on {device}; move it with .to(q.device)"
