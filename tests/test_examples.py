@@ -29,6 +29,7 @@ PROMISES = {
     "quickstart": ("out: largest difference", "dv: largest difference", "fwd: lowering="),
     "run_emitted": ("fwd: ", "out: relative error", "dk: relative error"),
     "compile_model": ("4 lengths, 1 graph(s)", "same dropout mask: True"),
+    "io_bytes": ("q, k, v and out, each once", "forward kernel, asked of L2"),
     "merge_shards": ("ring of 2 against one call", "dq: largest difference"),
     "tune_and_read_kernel": ("record kept in", '"direction": "fwd"', "def visible_keys("),
 }

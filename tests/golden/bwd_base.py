@@ -494,8 +494,8 @@ def walk_keys(
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         ds = p * (dp - delta[:, None])
         if PARTIAL:
-            rows_k = start_n + tl.arange(0, BLOCK_N)
-            keep = rows_k < hi_i[:, None]
+            columns = tl.arange(0, BLOCK_N)[None, :]
+            keep = columns < (hi_i - start_n)[:, None]
             ds = tl.where(keep, ds, 0.0)
         ds = ds.to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision=PRECISION)
@@ -780,6 +780,10 @@ def example():
 def main():
     """Check against PyTorch on random data, then print the time."""
     (q, k, v), numbers, dropout = example()
+    if not q.is_cuda and not triton.knobs.runtime.interpret:
+        raise SystemExit("no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter")
+    if not q.is_cuda:
+        print("no GPU here: checked with float32 data, not bfloat16")
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     out, lse = reference(*leaves, **numbers)
     do = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).normal_()

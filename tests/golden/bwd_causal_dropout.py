@@ -188,12 +188,6 @@ def store_rows(
 
 
 @triton.jit
-def has_nan(x):
-    """Is there a NaN in a tile?"""
-    return tl.max(tl.max((x != x).to(tl.int32), 1), 0) > 0
-
-
-@triton.jit
 def finite(x):
     """x [rows, columns] with NaN and inf read as zero, and which rows had any."""
     good = tl.abs(x.to(tl.float32)) < float("inf")
@@ -392,7 +386,8 @@ def walk_queries(
         do = do.to(v.dtype)
         dp = tl.dot(v, do.T, input_precision=PRECISION)
         if PARTIAL:
-            keep = rows_q >= lo_j[:, None]
+            columns = tl.arange(0, BLOCK_M)[None, :]
+            keep = columns >= (lo_j - start_m)[:, None]
             p = tl.where(keep, p, 0.0)
         kept = dropout_keep(
             seed,
@@ -700,12 +695,14 @@ def walk_keys(
     BLOCK_N: tl.constexpr,
     K_ALIGNED: tl.constexpr,
     PARTIAL: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):
     """Add what the key tiles lo .. hi give to dq of one query tile; P is recomputed from lse.
 
-    In PARTIAL tiles row i sees the keys 0 .. hi_i only.
+    In PARTIAL tiles row i sees the keys 0 .. hi_i only. CAREFUL is for NaN and inf in hidden
+    keys, whose dS is zero, but zero times NaN is NaN.
     """
-    for start_n in tl.range(lo, hi, BLOCK_N):
+    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
         k = load_rows(
             k_head,
             stride_ks,
@@ -750,18 +747,13 @@ def walk_keys(
         dp = tl.where(kept, dp * keep_scale, 0.0)
         ds = p * (dp - delta[:, None])
         if PARTIAL:
-            rows_k = start_n + tl.arange(0, BLOCK_N)
-            keep = rows_k < hi_i[:, None]
+            columns = tl.arange(0, BLOCK_N)[None, :]
+            keep = columns < (hi_i - start_n)[:, None]
             ds = tl.where(keep, ds, 0.0)
         ds = ds.to(k.dtype)
-        if PARTIAL:
-            add = tl.dot(ds, k, input_precision=PRECISION)
-            if has_nan(add):
-                k_clean, _ = finite(k)
-                add = tl.dot(ds, k_clean, input_precision=PRECISION)
-            dq += add
-        else:
-            dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+        if CAREFUL:
+            k, _ = finite(k)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
     return dq
 
 
@@ -913,6 +905,7 @@ def attn_bwd_dq(
         BLOCK_N,
         K_ALIGNED,
         PARTIAL=False,
+        CAREFUL=False,
     )
     dq = walk_keys(
         dq,
@@ -944,7 +937,43 @@ def attn_bwd_dq(
         BLOCK_N,
         K_ALIGNED,
         PARTIAL=True,
+        CAREFUL=False,
     )
+    row_sums = tl.sum(dq, 1)
+    if tl.max((row_sums != row_sums).to(tl.int32), 0) > 0:  # rare: once more, with care
+        dq = tl.zeros([BLOCK_M, 128], tl.float32)
+        dq = walk_keys(
+            dq,
+            q,
+            do,
+            minus_lse,
+            delta,
+            k_head,
+            stride_ks,
+            v_head,
+            stride_vs,
+            start_m,
+            0,
+            end,
+            hi_i,
+            seqlen_k,
+            qk_scale,
+            exp_scale,
+            q_start,
+            q_step,
+            k_start,
+            k_step,
+            seed,
+            batch_row,
+            head_row,
+            threshold,
+            keep_scale,
+            BLOCK_M,
+            BLOCK_N,
+            K_ALIGNED,
+            PARTIAL=True,
+            CAREFUL=True,
+        )
 
     dq_head = dq_ptr + batch * tl.cast(stride_dqb, tl.int64)
     dq_head += head_q * tl.cast(stride_dqh, tl.int64)
@@ -1128,6 +1157,10 @@ def example():
 def main():
     """Check against PyTorch on random data, then print the time."""
     (q, k, v), numbers, dropout = example()
+    if not q.is_cuda and not triton.knobs.runtime.interpret:
+        raise SystemExit("no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter")
+    if not q.is_cuda:
+        print("no GPU here: checked with float32 data, not bfloat16")
     leaves = [x.float().requires_grad_() for x in (q, k, v)]
     out, lse = reference(*leaves, **numbers)
     do = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).normal_()

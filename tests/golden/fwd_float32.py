@@ -170,8 +170,8 @@ def attend(
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         s = score(qk, qk_scale)  # [BLOCK_M, BLOCK_N]
         if PARTIAL:
-            rows_k = start_n + tl.arange(0, BLOCK_N)
-            keep = rows_k < hi_i[:, None]
+            columns = tl.arange(0, BLOCK_N)[None, :]
+            keep = columns < (hi_i - start_n)[:, None]
             s = tl.where(keep, s, float("-inf"))
         m_new = tl.maximum(m_i, tl.max(s, 1))
         m_safe = m_new
@@ -402,6 +402,8 @@ def example():
 def main():
     """Check against PyTorch on random data, then print the time."""
     (q, k, v), numbers, dropout = example()
+    if not q.is_cuda and not triton.knobs.runtime.interpret:
+        raise SystemExit("no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter")
     out = torch.empty_like(v)
     lse = torch.empty(q.shape[:3], device=q.device)
     launch(q, k, v, out, lse, **numbers, **dropout)
