@@ -7,9 +7,10 @@ constraints; search, look-up and default all ask it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import MISSING, asdict, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 from attngen.errors import NoFeasibleConfigError, SpecError, nearest
 from attngen.gpu import GpuInfo
@@ -18,7 +19,7 @@ from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Direction
 
 Tiles = Literal["pointer", "descriptor"]
-MIN_BLOCK = 16
+MIN_BLOCK, MAX_BLOCK = 16, 1024  # Triton's largest tile holds MAX_BLOCK**2 numbers
 REGISTERS_PER_THREAD = 255
 
 
@@ -108,19 +109,42 @@ def from_dict(direction: Direction, named: dict[str, Any]) -> KernelConfig:
                 f"unknown {direction} config field {name!r}{nearest(name, known)}; "
                 f"fields: {', '.join(known)}"
             )
-    try:
-        return cls(**named)
-    except TypeError as error:
-        raise SpecError(f"{direction} config {named} is incomplete: {error}") from None
+    missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in named]
+    if missing:
+        raise SpecError(
+            f"{direction} config lacks {', '.join(missing)}; fields: {', '.join(known)}"
+        )
+    return cls(**named)
 
 
 def parse(direction: Direction, text: str) -> KernelConfig:
-    """Read `block_m=128,block_n=64,num_warps=4,num_stages=2`."""
+    """Read `block_m=128,block_n=64,num_warps=4,num_stages=2`.
+
+    Raises:
+        SpecError: a field is unknown, missing, given twice, unused or of the wrong type.
+    """
+    known = get_type_hints(CONFIG_CLASS[direction])
     named: dict[str, Any] = {}
-    for item in filter(None, text.split(",")):
-        name, _, value = item.partition("=")
-        named[name.strip()] = int(value) if value.strip().isdigit() else value.strip()
-    return from_dict(direction, named)
+    for item in filter(None, (piece.strip() for piece in text.split(","))):
+        name, equals, value = (piece.strip() for piece in item.partition("="))
+        if not equals:
+            raise SpecError(
+                f"config item {item!r} has no '='; write a config as "
+                "block_m=128,block_n=64,num_warps=4,num_stages=2"
+            )
+        if name in named:
+            raise SpecError(f"config field {name} is given twice; keep one")
+        named[name] = int(value) if re.fullmatch("-?[0-9]{1,9}", value) else value
+    config = from_dict(direction, named)
+    for name, value in named.items():
+        choices = get_args(known[name])
+        if choices and value not in choices:
+            raise SpecError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+        if not choices and not isinstance(value, int):
+            raise SpecError(f"{name} must be an int, got {value!r}")
+    if unused := named.keys() - config.as_dict().keys():
+        raise SpecError(f"dq=atomic runs no dq kernel; leave out {', '.join(sorted(unused))}")
+    return config
 
 
 class Footprint(NamedTuple):
@@ -174,8 +198,8 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
     """
     why = []
     for name, value in config.as_dict().items():
-        if "block_" in name and (value < MIN_BLOCK or value & (value - 1)):
-            why.append(f"{name}={value} must be a power of two from {MIN_BLOCK}")
+        if "block_" in name and (not MIN_BLOCK <= value <= MAX_BLOCK or value & (value - 1)):
+            why.append(f"{name}={value} must be a power of two from {MIN_BLOCK} to {MAX_BLOCK}")
         elif name.endswith("num_warps") and value not in (1, 2, 4, 8, 16):
             why.append(f"{name}={value} must be 1, 2, 4, 8 or 16")
         elif name.endswith("num_stages") and not 1 <= value <= 8:

@@ -187,30 +187,29 @@ def compiler() -> Finding:
 
 def cache_folder(folder: Path) -> Finding:
     """Where emitted kernels go; it need not exist yet."""
-    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if trouble := _unwritable(folder / "kernels"):
+        fix = "make it a folder that you may write to, or set ATTNGEN_CACHE_DIR to another one"
+        return Finding("cache folder", "problem", f"{folder}: {trouble}", fix)
+    kernels = len(list((folder / "kernels").glob("*.py")))
+    return Finding("cache folder", "ok", f"{folder} ({kernels} emitted kernels)")
+
+
+def _unwritable(folder: Path) -> str:
+    """Why no file can be made in a folder, or in the one where it would be made; "" if one can."""
+    there = next(path for path in (folder, *folder.absolute().parents) if os.path.exists(path))
     if not there.is_dir():
-        return Finding(
-            "cache folder", "problem", f"{there} is no folder", "set ATTNGEN_CACHE_DIR to a folder"
-        )
+        return f"{there} is no folder"
     try:
         tempfile.TemporaryFile(dir=there).close()
     except OSError as error:
-        return Finding(
-            "cache folder",
-            "problem",
-            f"{there} is not writable ({error.strerror})",
-            "make it writable, or set ATTNGEN_CACHE_DIR to another folder",
-        )
-    kernels = len(list((folder / "kernels").glob("*.py")))
-    return Finding("cache folder", "ok", f"{folder} ({kernels} emitted kernels)")
+        return f"{there} is not writable ({error.strerror})"
+    return ""
 
 
 def database(path: Path) -> Finding:
     """The user's tuning database: absent, usable, or what is wrong with it."""
     from attngen.store import Store
 
-    if not path.exists():
-        return Finding("database", "ok", f"{path} does not exist yet; `attngen tune` makes it")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         with Store.open(path, readonly=True) as store:
@@ -218,6 +217,11 @@ def database(path: Path) -> Finding:
                 what, _, step = store.trouble.rpartition("; ")
                 return Finding("database", "problem", what, step)
             winners = len(store.winners())
+    if not path.exists():
+        if trouble := _unwritable(path.parent):
+            found = f"{path} does not exist and cannot be made: {trouble}"
+            return Finding("database", "problem", found, "set ATTNGEN_DB to a file you may write")
+        return Finding("database", "ok", f"{path} does not exist yet; `attngen tune` makes it")
     if not os.access(path, os.W_OK):
         found = f"{path} ({winners} winners) can be read but not written"
         return Finding("database", "note", found, "set ATTNGEN_DB to a file you may write to tune")
@@ -246,8 +250,11 @@ def shipped_records() -> Finding:
 
 def environment() -> list[Finding]:
     """The variables that change what attngen does, if they are set."""
-    values = [f"{name}={os.environ[name]}" for name in VARIABLES if os.environ.get(name)]
-    return [Finding("environment", "note", " ".join(values))] if values else []
+    values = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+    found = " ".join(f"{name}={value}" for name, value in values.items())
+    odd = [n for n, v in values.items() if n.endswith("_INTERPRET") and v not in ("0", "1")]
+    advice = f"{' and '.join(odd)}: only 1 switches it on" if odd else ""
+    return [Finding("environment", "note", found, advice)] if values else []
 
 
 def small_call() -> Finding:

@@ -58,7 +58,7 @@ def emit(spec: AttentionSpec, config: KernelConfig, folder: Path | None = None) 
     except OSError as error:
         if folder is not None:
             raise
-        return _write(_temporary_folder(str(error)) / name, text)
+        return _write(_temporary_folder(error.strerror or str(error)) / name, text)
 
 
 @functools.cache

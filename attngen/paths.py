@@ -24,7 +24,7 @@ def cache_dir() -> Path:
     """
     override = os.environ.get("ATTNGEN_CACHE_DIR")
     if override:
-        return Path(override).expanduser()
+        return Path(os.path.expanduser(override))
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("attngen"))
@@ -33,7 +33,7 @@ def cache_dir() -> Path:
 def database_path() -> Path:
     """The user's tuning database. `ATTNGEN_DB` overrides `cache_dir()/tuning.db`."""
     override = os.environ.get("ATTNGEN_DB")
-    return Path(override).expanduser() if override else cache_dir() / "tuning.db"
+    return Path(os.path.expanduser(override)) if override else cache_dir() / "tuning.db"
 
 
 def kernel_dir() -> Path:

@@ -29,14 +29,20 @@ NETWORK_FILESYSTEMS = frozenset(
     ("nfs", "nfs4", "cifs", "smb", "smb2", "smb3", "smbfs", "fuse.sshfs", "lustre", "gpfs")
 )
 
+ELSEWHERE = "name another file with --db or ATTNGEN_DB"
 # What to do about an SQLite or operating system message, by a piece of its text.
 _NEXT_STEPS = (
-    ("not a database", "is no SQLite database", "rename it, or set ATTNGEN_DB to another file"),
-    ("malformed", "is damaged", "rename it and tune again, or set ATTNGEN_DB to another file"),
-    ("locked", "is locked by another process", "wait for it, or set ATTNGEN_DB to another file"),
+    ("not a database", "is no SQLite database", f"rename it, or {ELSEWHERE}"),
+    ("malformed", "is damaged", f"rename it and tune again, or {ELSEWHERE}"),
+    ("locked", "is locked by another process", f"wait for it, or {ELSEWHERE}"),
     ("full", "cannot be written", "free some space, then run again"),
     ("No space left", "cannot be written", "free some space, then run again"),
-    ("readonly", "cannot be written", "set ATTNGEN_DB to a file you may write"),
+    (
+        "unable to open",
+        "cannot be opened; you need the right to read it, and to write to its folder",
+        ELSEWHERE,
+    ),
+    ("readonly", "cannot be written", "name one that you may write with --db or ATTNGEN_DB"),
 )
 
 _KEY_COLUMNS: dict[str, type] = {field.name: str for field in fields(RecordKey)}
@@ -74,7 +80,7 @@ def explained(path: Path) -> Iterator[None]:
             if piece in message:
                 raise StoreError(f"tuning database {path} {what} ({error}); {step}") from error
         raise StoreError(
-            f"tuning database {path} cannot be used ({error}); set ATTNGEN_DB to another file"
+            f"tuning database {path} cannot be used ({message}); {ELSEWHERE}"
         ) from error
 
 
@@ -111,9 +117,37 @@ def _refuse_network(path: Path, mounts: Path) -> None:
     if kind in NETWORK_FILESYSTEMS:
         raise StoreError(
             f"tuning database {path} lies on a network file system ({kind}), where SQLite loses "
-            "data; set ATTNGEN_DB to a local file and carry records over with `attngen export` "
-            "and `attngen import`"
+            "data; name a local file with --db or ATTNGEN_DB, and carry records over with "
+            "`attngen export` and `attngen import`"
         )
+
+
+def refuse_place(path: Path) -> None:
+    """Refuse a path where no database can be, because something else is there.
+
+    Raises:
+        StoreError: says what is there.
+        OSError: the path cannot be looked at.
+    """
+    if path.exists() and not path.is_file():
+        raise StoreError(
+            f"tuning database {path} is a {'folder' if path.is_dir() else 'device or pipe'}; "
+            f"{ELSEWHERE}"
+        )
+    there = next(each for each in path.absolute().parents if each.exists())
+    if not there.is_dir():
+        raise StoreError(
+            f"tuning database {path} would lie in {there}, which is no folder; {ELSEWHERE}"
+        )
+
+
+def _make_folder(path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StoreError(
+            f"tuning database {path} cannot be made, nor its folder ({error.strerror}); {ELSEWHERE}"
+        ) from error
 
 
 def _refuse_foreign(db: Database, path: Path) -> None:
@@ -122,18 +156,19 @@ def _refuse_foreign(db: Database, path: Path) -> None:
     if newer:
         raise StoreError(
             f"tuning database {path} was written by a newer attngen (schema {newer[-1]}, this one "
-            f"knows up to {list(SCHEMA)[-1]}); update attngen, or set ATTNGEN_DB to another file"
+            f"knows up to {list(SCHEMA)[-1]}); update attngen, or {ELSEWHERE}"
         )
     if db.table_names() and not applied:
         raise StoreError(
             f"{path} is a database of another program (tables: {', '.join(db.table_names())}); "
-            "set ATTNGEN_DB to a file of its own"
+            "name a file of its own with --db or ATTNGEN_DB"
         )
 
 
 def open_writer(path: Path, mounts: Path) -> Database:
     with explained(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        refuse_place(path)
+        _make_folder(path)
         _refuse_network(path, mounts)
         conn = sqlite3.connect(path, timeout=WRITE_TIMEOUT_S, check_same_thread=False)
         try:

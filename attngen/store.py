@@ -34,6 +34,7 @@ from attngen.schema import (
     immediate,
     open_reader,
     open_writer,
+    refuse_place,
 )
 
 Status = Literal["ok", "failed", "running", "crashed", "skipped", "quarantined"]
@@ -90,7 +91,10 @@ class Store:
         if not readonly:
             return cls(path, open_writer(path, mounts), None, False)
         try:
-            if path.exists():
+            with explained(path):
+                refuse_place(path)
+                is_there = path.exists()
+            if is_there:
                 return cls(path, open_reader(path, mounts), None, True)
             trouble = None
         except (StoreError, OSError) as error:

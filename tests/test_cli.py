@@ -30,6 +30,7 @@ SIZES = "1,2,1,8,8"
 # numpy's warning about Triton's interpreter, in whatever runs a kernel.
 pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning")
 FWD = "block_m=64,block_n=32,num_warps=4,num_stages=1"
+TUNE = "tune head_dim=64 --workload 1,2,2,4,4"
 
 
 def attngen(*arguments: str | int | Path, stdin: str | None = None) -> Result:
@@ -94,10 +95,70 @@ def stored(path: Path, *records: Any) -> Path:
         pytest.param(
             "tune head_dim=64 --workload 1,2,2,4,4 --budget 0", ("0", "--budget"), id="budget"
         ),
-        pytest.param("bench head_dim=64 --rounds 0", ("0", "x>=1"), id="rounds"),
+        pytest.param(f"{TUNE} --budget -1", ("'-1'", "above 0"), id="budget-negative"),
+        pytest.param(f"{TUNE} --budget nan", ("'nan'", "above 0"), id="budget-nan"),
+        pytest.param(f"{TUNE} --budget inf", ("'inf'", "at most 604800"), id="budget-inf"),
+        pytest.param(f"{TUNE} --budget 1e400", ("'1e400'", "at most"), id="budget-overflow"),
+        pytest.param(f"{TUNE} --budget ten", ("'ten'", "seconds"), id="budget-word"),
+        pytest.param(f"{TUNE} --gpu interpreter", ("not tuned", "nvidia_h200"), id="interpreter"),
+        pytest.param(f"{TUNE} --budget 5 --budget 6", ("--budget is given twice",), id="twice"),
+        pytest.param(
+            "verify head_dim=64 --workload 1,1,1,8,8 --workload 1,1,1,9,9",
+            ("--workload is given twice", "keep one"),
+            id="verify-twice",
+        ),
+        pytest.param(f"{TUNE} --max-trials 0", ("0", "x>=1"), id="max-trials"),
+        pytest.param(f"{TUNE} --max-trials nan", ("'nan'", "integer"), id="max-trials-nan"),
+        pytest.param(f"{TUNE} --seed -1", ("-1", "0<=x<=4294967295"), id="seed-negative"),
+        pytest.param(f"{TUNE} --seed 4294967296", ("0<=x<=4294967295",), id="seed-large"),
+        pytest.param("bench head_dim=64 --rounds 0", ("0", "1<=x<=1000"), id="rounds"),
+        pytest.param("bench head_dim=64 --rounds 1e9", ("'1e9'", "integer"), id="rounds-float"),
+        pytest.param(f"bench head_dim=64 --rounds {10**18}", ("1<=x<=1000",), id="rounds-large"),
         pytest.param("emit head_dim=64 --config block_m", ("'block_m'", "="), id="config-equals"),
         pytest.param(
-            "emit head_dim=64 --config block_m=64", ("block_n", "incomplete"), id="config-short"
+            "emit head_dim=64 --config block_m=64",
+            ("lacks block_n, num_warps, num_stages;", "fields: lowering, tiles, block_m"),
+            id="config-short",
+        ),
+        pytest.param(
+            "emit head_dim=64 --direction bwd --config num_warps=4",
+            ("lacks block_m, block_n, num_stages;", "dq_num_stages"),
+            id="config-short-bwd",
+        ),
+        pytest.param("emit head_dim=64 --config ,", ("lacks block_m",), id="config-empty"),
+        pytest.param(
+            f"emit head_dim=64 --config {FWD},block_m=32",
+            ("block_m is given twice",),
+            id="config-twice",
+        ),
+        pytest.param(
+            f"emit head_dim=64 --config {FWD},=3", ("field ''", "fields:"), id="config-no-name"
+        ),
+        pytest.param(
+            f"emit head_dim=64 --config {FWD},dq_block_m=64",
+            ("'dq_block_m'", "fields:"),
+            id="config-other-direction",
+        ),
+        pytest.param(
+            f"emit head_dim=64 --direction bwd --config {FWD},dq=atomic,dq_block_m=64",
+            ("dq=atomic", "leave out dq_block_m"),
+            id="config-unused",
+        ),
+        *(
+            pytest.param(
+                f"emit head_dim=64 --config {FWD.replace(old, new)}", words, id=f"config-{new}"
+            )
+            for old, new, words in (
+                ("block_m=64", "block_m=-64", ("block_m=-64", "power of two from 16 to 1024")),
+                ("block_n=32", "block_n=0", ("block_n=0", "power of two from 16 to 1024")),
+                ("block_m=64", "block_m=4096", ("block_m=4096", "power of two from 16 to 1024")),
+                ("num_warps=4", "num_warps=3", ("num_warps=3", "1, 2, 4, 8 or 16")),
+                ("num_stages=1", "num_stages=-1", ("num_stages=-1", "from 1 to 8")),
+                ("num_stages=1", "num_stages=1.0", ("num_stages", "an int", "'1.0'")),
+                ("num_stages=1", "num_stages=\N{SUPERSCRIPT TWO}", ("num_stages", "an int")),
+                ("num_stages=1", "num_stages=", ("num_stages", "an int", "''")),
+                ("block_m=64", f"block_m={10**20}", ("block_m", "an int")),
+            )
         ),
         pytest.param(
             f"emit head_dim=64 --config {FWD},blok_m=3", ("'blok_m'", "'block_m'"), id="config-name"
@@ -121,12 +182,68 @@ def stored(path: Path, *records: Any) -> Path:
         pytest.param(
             f"verify head_dim=64 --config {FWD}", ("--direction fwd",), id="config-two-directions"
         ),
+        *(
+            pytest.param(f"{command} --workload {sizes}", words, id=f"{command.split()[0]}-{sizes}")
+            for command in (TUNE, "emit head_dim=64", "explain head_dim=64", "verify head_dim=64")
+            for sizes, words in (
+                ("1,2", ("'1,2'", "B,Hq,Hkv,Sq,Sk", "4,32,8,4096,4096")),
+                (",,,,", ("',,,,'", "4,32,8,4096,4096")),
+                ("-1,1,1,8,8", ("batch", "-1")),
+                ("1,1,1,1.5,8", ("1.5", "4,32,8,4096,4096")),
+                (f"1,1,1,{10**18},8", (f"query length is {10**18}", "smaller sizes")),
+                (f"{10**18},1,1,0,{10**18}", ("memory", "smaller sizes")),
+                ("65536,32,8,4096,4096", ("larger than any GPU's memory", "2147483647")),
+            )
+        ),
+        *(
+            pytest.param(
+                f"{command} head_dim=64 --workload {sizes}",
+                (sizes, "empty", "at least 1"),
+                id=f"{command}-{sizes}",
+            )
+            for command in ("tune", "verify", "bench")
+            for sizes in ("0,1,1,8,8", "1,0,1,8,8", "1,1,1,0,8", "1,1,1,8,0")
+        ),
         pytest.param("import /nowhere/x.jsonl", ("/nowhere/x.jsonl", "exist"), id="no-file"),
         pytest.param("merge /nowhere/x.db --into y.db", ("/nowhere/x.db",), id="no-database"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(line: str, words: tuple[str, ...]) -> None:
     fails(attngen(*line.split()), 2, *words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(("emit", SPEC, "--out", ""), id="emit-out"),
+        pytest.param(("export", "--out", ""), id="export-out"),
+        pytest.param(("import", ""), id="import-file"),
+        pytest.param(("merge", "", "--into", "x"), id="merge-source"),
+        *(
+            pytest.param((command, *rest, "--db", ""), id=f"{command}-db")
+            for command, *rest in (["list"], ["export"], ["report"], ["import", "-"])
+        ),
+    ],
+)
+def test_empty_path_is_refused(line: tuple[str, ...]) -> None:
+    fails(attngen(*line), 2, "empty path", "name a file", f"attngen {line[0]} --help")
+
+
+def test_empty_workload_text_is_refused() -> None:
+    fails(attngen("explain", SPEC, "--workload", ""), 2, "''", "4,32,8,4096,4096")
+
+
+def test_config_may_have_spaces_and_a_last_comma() -> None:
+    result = attngen("emit", SPEC, "--config", FWD.replace(",", " , ") + ",")
+    assert result.stdout == attngen("emit", SPEC, "--config", FWD).stdout
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("arguments", [("-h",), ("list", "-h"), ("tune", "-h")])
+def test_short_help(arguments: tuple[str, ...]) -> None:
+    result = attngen(*arguments)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith("Usage: ")
 
 
 def test_no_command_shows_the_commands() -> None:
@@ -162,6 +279,160 @@ def test_export_of_nothing_fails() -> None:
 def test_output_into_missing_folder(tmp_path: Path) -> None:
     target = tmp_path / "none" / "kernel.py"
     fails(attngen("emit", SPEC, "--gpu", "sm_90", "--out", target), 1, str(target.parent))
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        pytest.param("none/kernel.py", ("No such file",), id="no-folder"),
+        pytest.param("file/kernel.py", ("Not a directory",), id="file-as-folder"),
+        pytest.param("a" * 300, ("name too long",), id="name-too-long"),
+    ],
+)
+@pytest.mark.parametrize("command", ["emit", "export"])
+def test_output_that_cannot_be_written_is_named(
+    command: str, target: str, words: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    db = stored(tmp_path / "t.db", MEASURED)
+    line = ("emit", SPEC) if command == "emit" else ("export", "--db", db)
+    result = attngen(*line, "--out", tmp_path / target)
+    fails(result, 1, f"cannot write {tmp_path / target} (", *words, "folder that exists")
+    assert not list(tmp_path.glob(".attngen-*"))
+
+
+def test_output_takes_a_long_name_and_follows_a_link(tmp_path: Path) -> None:
+    target = tmp_path / ("a" * 250)
+    (tmp_path / "link").symlink_to(target)
+    assert attngen("emit", SPEC, "--config", FWD, "--out", tmp_path / "link").exit_code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert target.read_text() == attngen("emit", SPEC, "--config", FWD).stdout
+
+
+def test_output_into_a_pipe_does_not_replace_it(tmp_path: Path) -> None:
+    fifo = tmp_path / "pipe"
+    os.mkfifo(fifo)
+    process = python("-m", "attngen", "emit", SPEC, "--config", FWD, "--out", str(fifo))
+    with fifo.open() as reader:
+        text = reader.read()
+    process.communicate()
+    assert (process.returncode, fifo.is_fifo()) == (0, True)
+    assert text == attngen("emit", SPEC, "--config", FWD).stdout
+
+
+def test_export_over_its_own_database_is_refused(tmp_path: Path) -> None:
+    db = stored(tmp_path / "t.db", MEASURED)
+    fails(attngen("export", "--db", db, "--out", db), 2, str(db), "the database itself")
+    assert len(json_lines(attngen("list", "--db", db, "--gpu", "nvidia_h200", "--json"))) == 1
+
+
+def test_import_and_merge_name_each_other(tmp_path: Path) -> None:
+    db = stored(tmp_path / "t.db", MEASURED)
+    lines = tmp_path / "x.jsonl"
+    lines.write_text(MEASURED.to_line())
+    fails(attngen("import", db), 2, str(db), "is a database", "`attngen merge`")
+    fails(attngen("merge", lines, "--into", db), 2, str(lines), "JSON", "`attngen import`")
+
+
+# Places at which no database can be, and what is said of each.
+PLACES = {
+    "folder": (".", "is a folder"),
+    "device": ("/dev/null", "is a device or pipe"),
+    "text": ("text", "no SQLite database"),
+    "below-a-file": ("text/t.db", "which is no folder"),
+    "name-too-long": ("a" * 300, "File name too long"),
+}
+COMMANDS = {
+    "list": "list",
+    "export": "export",
+    "report": "report",
+    "import": "import x.jsonl",
+    "tune": f"tune {SPEC} --workload {SIZES} --gpu sm_90",
+}
+
+
+@pytest.fixture(params=PLACES.values(), ids=PLACES)
+def no_place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[str, str]:
+    """Sets ATTNGEN_DB to where no database can be; gives the path and what is said."""
+    place, said = request.param
+    (tmp_path / "text").write_text("not a database " * 100)
+    (tmp_path / "x.jsonl").write_text(MEASURED.to_line())
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTNGEN_DB", str(tmp_path / place))
+    return str(tmp_path / place), said
+
+
+@pytest.mark.parametrize("line", COMMANDS.values(), ids=COMMANDS)
+def test_impossible_database_is_named_with_the_next_step(
+    line: str, no_place: tuple[str, str]
+) -> None:
+    fails(attngen(*line.split()), 1, *no_place, "--db or ATTNGEN_DB")
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("command", ["explain", "emit"])
+def test_look_up_goes_on_without_an_impossible_database(
+    command: str, no_place: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("attngen.records._warned", set())
+    result = attngen(command, SPEC, "--workload", SIZES, "--gpu", "sm_90")
+    assert result.exit_code == 0
+    (warning,) = result.stderr.splitlines()
+    assert warning.startswith("attngen: warning: ")
+    for words in (*no_place, "--db or ATTNGEN_DB", "going on without it"):
+        assert words in warning
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("list", 0), ("explain", 0), ("verify", 0), ("import", 1), ("tune", 1)]
+)
+@pytest.mark.filterwarnings("default")
+def test_cache_folder_that_cannot_be_made(
+    command: str, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "x.jsonl").write_text(MEASURED.to_line())
+    monkeypatch.delenv("ATTNGEN_DB")
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", "/proc/none")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    line = {"explain": f"explain {SPEC} --workload {SIZES} --gpu sm_90"} | COMMANDS
+    line |= {"verify": "verify head_dim=16 --direction fwd"}
+    result = attngen(*line[command].replace("x.jsonl", str(tmp_path / "x.jsonl")).split())
+    assert result.exit_code == code, result.output
+    assert "Traceback" not in result.stderr
+    if code:
+        fails(result, 1, "/proc/none/tuning.db cannot be made", "--db or ATTNGEN_DB")
+
+
+def test_home_of_nobody_is_a_name_like_any_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_DB", "~nobody-of-this-name/t.db")
+    assert attngen("list", "--gpu", "nvidia_a100").exit_code == 0
+
+
+def test_full_stdout_is_said_in_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        process = python("-m", "attngen", "emit", SPEC, "--config", FWD, stdout=full)
+        error = process.communicate()[1]
+    assert (process.returncode, error) == (
+        1,
+        "attngen: No space left on device: in writing the output\n",
+    )
+
+
+def test_tune_without_gpu_names_the_option(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attngen.tuner import run
+
+    class NoGpu(contextlib.nullcontext[None]):
+        gpu = None
+
+        def __enter__(self) -> Any:
+            return self
+
+    monkeypatch.setattr(run, "TimingClient", NoGpu)
+    result = attngen("tune", SPEC, "--workload", SIZES)
+    fails(result, 1, "no GPU", "attngen tune --gpu nvidia_h200", "attngen doctor")
+    assert "gpu=" not in result.stderr
 
 
 def test_bench_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -388,6 +659,16 @@ def spy(calls: list[Any], module: str, name: str) -> Any:
         return original(*arguments)
 
     return called
+
+
+def test_verify_of_very_many_heads_checks_fewer() -> None:
+    from attngen.verify import MAX_GROUP, shapes
+    from attngen.workload import Workload
+
+    huge = Workload(1, 100_000, 1, 8, 8)
+    found = shapes(huge, "cpu")
+    assert huge not in found
+    assert {each.group_size for each in found} == {MAX_GROUP}
 
 
 def test_verify_exits_1_on_disagreement(monkeypatch: pytest.MonkeyPatch) -> None:

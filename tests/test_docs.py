@@ -6,13 +6,14 @@ import math
 import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from attngen import AttentionSpec, Workload
 from attngen.cli import COMMANDS
-from attngen.config import default_config
+from attngen.config import BwdConfig, FwdConfig, default_config, parse
 from attngen.doctor import VARIABLES
 from attngen.gpu import by_name
 from attngen.render import render
@@ -71,6 +72,18 @@ def test_every_spec_field_is_in_the_support_table():
         re.findall(r"`(\w+)`", "\n".join(row.split("|")[1] for row in table.strip().splitlines()))
     )
     assert named == set(FIELDS)
+
+
+def test_every_config_field_is_in_its_table():
+    table = section("Tune").split("| config field |")[1]
+    named = set(re.findall(r"`(\w+)`", "\n".join(re.findall(r"^\| (`[^|]*)", table, re.MULTILINE))))
+    assert named == {field.name for cls in (FwdConfig, BwdConfig) for field in fields(cls)}
+
+
+@pytest.mark.parametrize("line", [line for line in README.splitlines() if "--config " in line])
+def test_configs_in_the_readme_are_accepted(line: str):
+    for text in re.findall(r"--config (\w+=[^` ]+)", line):
+        assert parse("fwd", text).key
 
 
 def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

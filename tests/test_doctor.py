@@ -92,6 +92,29 @@ def test_database_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     problem(doctor.database(path), str(path), "no SQLite database", "rename it")
 
 
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        pytest.param(".", ("is a folder",), id="folder"),
+        pytest.param("/dev/null", ("is a device",), id="device"),
+        pytest.param("file/t.db", ("is no folder",), id="below-a-file"),
+        pytest.param("a" * 300, ("File name too long",), id="name-too-long"),
+        pytest.param("/proc/attngen/t.db", ("cannot be made", "not writable"), id="unwritable"),
+    ],
+)
+def test_impossible_database(place: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    problem(doctor.database(tmp_path / place), str(tmp_path / place), *words, "ATTNGEN_DB")
+
+
+def test_variable_that_switches_nothing_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_INTERPRET", "yes")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    (finding,) = doctor.environment()
+    assert "ATTNGEN_INTERPRET=yes" in finding.found
+    assert finding.advice == "ATTNGEN_INTERPRET: only 1 switches it on"
+
+
 def test_damaged_shipped_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu.jsonl").write_text("not json\n")
     monkeypatch.setattr("attngen.records.data_dir", lambda name: tmp_path)

@@ -178,4 +178,22 @@ def test_emitted_file_runs_alone_and_agrees_with_torch(
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "relative error" in done.stdout
+    assert ("float32 data, not bfloat16" in done.stdout) == (spec.dtype == "bfloat16")
     assert "attngen" not in done.stderr
+
+
+@pytest.mark.parametrize("config", [SMALL_FWD, SMALL_BWD], ids=["fwd", "bwd"])
+def test_emitted_file_without_gpu_or_interpreter_says_how(
+    config: KernelConfig, tmp_path: Path
+) -> None:
+    done = subprocess.run(
+        [sys.executable, kernel.emit(SPEC, config, tmp_path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "", "CUDA_VISIBLE_DEVICES": ""},
+        timeout=300,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == (
+        "no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter\n"
+    )

@@ -54,7 +54,7 @@ DAMAGE = [
     pytest.param(write_broken_page, "is damaged.*rename it", id="corrupt"),
     pytest.param(write_newer, "newer attngen.*999_future.*update attngen", id="newer"),
     pytest.param(write_foreign, "another program.*bookmarks.*ATTNGEN_DB", id="foreign"),
-    pytest.param(write_folder, "cannot be used.*ATTNGEN_DB", id="folder"),
+    pytest.param(write_folder, "is a folder.*ATTNGEN_DB", id="folder"),
 ]
 
 
@@ -124,7 +124,7 @@ def test_locked_store_is_passed_over_by_readers_and_refused_to_writers(
 
 def test_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(StoreError, match="cannot be used.*ATTNGEN_DB"):
+    with pytest.raises(StoreError, match="is no folder.*ATTNGEN_DB"):
         Store.open(tmp_path / "file" / "tuning.db")
 
 

@@ -20,7 +20,11 @@ __all__ = ["main"]
 COMMANDS = (tune, emit, list_, explain, verify, bench, report, export, import_, merge, doctor)
 
 
-@click.group(cls=Program, params=[debug_option()])
+@click.group(
+    cls=Program,
+    params=[debug_option()],
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.version_option(package_name="attngen", message="attngen %(version)s")
 def main() -> None:
     """Generate, tune and check attention kernels.

@@ -17,6 +17,7 @@ from attngen.cli.options import (
     directions_of,
     gpu_option,
     json_option,
+    out_option,
     parse_config,
     spec_argument,
     workload_option,
@@ -41,13 +42,7 @@ USUAL_WORKLOAD = Workload(1, 16, 16, 4096, 4096)
 @workload_option()
 @gpu_option
 @config_option
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    default="-",
-    metavar="FILE",
-    help="Write to a file; '-' is stdout.",
-)
+@out_option
 def emit(
     spec: AttentionSpec,
     direction: Direction,
@@ -63,8 +58,6 @@ def emit(
     from attngen.render import render
 
     where = device(gpu)
-    if where.is_interpreter and config is None:
-        say("note: no GPU here: this is the interpreter's config; --gpu nvidia_h200 emits for one")
     if config is None:
         chosen = _looked_up(spec, direction, workload, where)
     else:
@@ -75,6 +68,8 @@ def emit(
     else:
         write_whole(out, text)
         say(f"wrote {out}")
+    if where.is_interpreter and config is None:
+        say("note: no GPU here: this is the interpreter's config; --gpu nvidia_h200 emits for one")
 
 
 def _looked_up(
@@ -115,7 +110,7 @@ def explain(
 
 @click.command(cls=Command)
 @spec_argument
-@workload_option()
+@workload_option(runs=True)
 @direction_option("both")
 @gpu_option
 @config_option

@@ -45,9 +45,9 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 
 @click.command(cls=Command)
 @spec_argument
-@workload_option(multiple=True)
+@workload_option(multiple=True, runs=True)
 @direction_option("both")
-@click.option("--rounds", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
 @click.option("--max-autotune", is_flag=True, help="Time FlexAttention's max-autotune too (slow).")
 @json_option
 def bench(

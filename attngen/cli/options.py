@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from typing import Any
 
 import click
 
 from attngen import config as configs
 from attngen.config import KernelConfig
-from attngen.errors import AttngenError
+from attngen.errors import AttngenError, SpecError
 from attngen.gpu import GpuInfo, by_name
 from attngen.spec import AttentionSpec
 from attngen.workload import DIRECTIONS, Direction, Workload
@@ -34,9 +35,60 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
+class FilePath(click.Path):
+    """A path that is no folder; '' is refused, which pathlib reads as the folder one is in."""
+
+    def __init__(self, **named: Any) -> None:
+        super().__init__(dir_okay=False, path_type=Path, **named)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not str(value):
+            self.fail("an empty path; name a file", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+MAX_ROWS = 2**31 - 1
+"""Rows of q or k in one call: with 16 columns of 16 bits that is half of a GPU's 128 GiB."""
+MAX_BUDGET_S = 7 * 24 * 3600.0
+
+
+def _workload(text: str) -> Workload:
+    """A workload that some GPU could hold."""
+    found = Workload.parse(text)
+    for name, *sizes in (
+        ("batch x query heads x query length", found.batch, found.num_heads_q, found.seqlen_q),
+        ("batch x kv heads x key length", found.batch, found.num_heads_kv, found.seqlen_k),
+    ):
+        rows = math.prod(max(1, size) for size in sizes)
+        if rows > MAX_ROWS:
+            raise SpecError(
+                f"workload {text} is larger than any GPU's memory: {name} is {rows}, at most "
+                f"{MAX_ROWS} is allowed; use smaller sizes"
+            )
+    return found
+
+
+def _full_workload(text: str) -> Workload:
+    """A workload that there is something to run of."""
+    found = _workload(text)
+    if not all(vars(found).values()):
+        raise SpecError(f"workload {text} is empty, nothing runs; every size must be at least 1")
+    return found
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds <= MAX_BUDGET_S:
+        raise SpecError(f"must be seconds above 0, at most {MAX_BUDGET_S:.0f}, got {text!r}")
+    return seconds
+
+
 SPEC = Parsed("spec", AttentionSpec.parse)
-WORKLOAD = Parsed("workload", Workload.parse)
 GPU = Parsed("gpu", by_name)
+SECONDS = Parsed("seconds", _seconds)
 
 spec_argument = click.argument("spec", type=SPEC, metavar="SPEC")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
@@ -48,23 +100,33 @@ gpu_option = click.option(
 )
 db_option = click.option(
     "--db",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(),
     metavar="PATH",
     help="The tuning database; default: ATTNGEN_DB, else tuning.db in the cache folder.",
 )
 config_option = click.option(
     "--config",
     metavar="FIELDS",
-    help="A config, as block_m=128,block_n=64,num_warps=8,num_stages=3.",
+    help="A config, as block_m=128,block_n=64,num_warps=8,num_stages=3. `attngen explain` shows "
+    "all fields.",
+)
+out_option = click.option(
+    "--out",
+    type=FilePath(allow_dash=True),
+    default="-",
+    metavar="FILE",
+    help="Write to a file; '-' is stdout.",
 )
 
 
-def workload_option(*, required: bool = False, multiple: bool = False) -> Decorator:
-    """`--workload B,Hq,Hkv,Sq,Sk`."""
+def workload_option(
+    *, required: bool = False, multiple: bool = False, runs: bool = False
+) -> Decorator:
+    """`--workload B,Hq,Hkv,Sq,Sk`; one that `runs` must not be empty."""
     return click.option(
         "--workload",
         "workloads" if multiple else "workload",
-        type=WORKLOAD,
+        type=Parsed("workload", _full_workload if runs else _workload),
         metavar="B,Hq,Hkv,Sq,Sk",
         required=required,
         multiple=multiple,
@@ -91,19 +153,10 @@ def parse_config(
     spec: AttentionSpec, direction: Direction, text: str, gpu: GpuInfo
 ) -> KernelConfig:
     """The config that `--config` names, refused if it cannot serve the spec on the GPU."""
-    for item in text.split(","):
-        if "=" not in item:
-            raise bad_config(f"item {item!r} has no '='; write block_m=128,block_n=64,...")
     try:
         config = configs.parse(direction, text)
     except AttngenError as error:
         raise bad_config(str(error)) from None
-    for name, kind in get_type_hints(type(config)).items():
-        value = getattr(config, name)
-        if get_origin(kind) is Literal and value not in get_args(kind):
-            raise bad_config(f"{name} must be one of {', '.join(get_args(kind))}, got {value!r}")
-        if kind is int and not isinstance(value, int):
-            raise bad_config(f"{name} must be an int, got {value!r}")
     if why := configs.infeasible(spec, config, gpu):
         raise bad_config(f"{'; '.join(why)}; choose other values, or leave --config out")
     return config

@@ -28,8 +28,24 @@ def print_json(value: Any) -> None:
 
 
 def write_whole(target: Path, text: str) -> None:
-    """Write a file so that a reader, or a full disk, leaves the old one or the new one."""
-    handle, part = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    """Write a file so that a reader, or a full disk, leaves the old one or the new one.
+
+    A link is followed; a device or a pipe is written to, not replaced.
+    """
+    try:
+        if target.exists() and not target.is_file():
+            target.write_text(text, encoding="utf-8")
+        else:
+            _replace(Path(os.path.realpath(target)), text)
+    except OSError as error:
+        raise click.ClickException(
+            f"cannot write {target} ({error.strerror}); name a file in a folder that exists and "
+            "that you may write to"
+        ) from error
+
+
+def _replace(target: Path, text: str) -> None:
+    handle, part = tempfile.mkstemp(dir=target.parent, prefix=".attngen-")
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)

@@ -29,6 +29,15 @@ class Command(click.Command):
         super().__init__(*args, **named)
         self.params.append(debug_option())
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Refuse an option that is given twice, of which click would keep the last."""
+        given = self.make_parser(ctx).parse_args(list(args))[2]
+        for param in given:
+            once = isinstance(param, click.Option) and not (param.multiple or param.is_flag)
+            if once and given.count(param) > 1:
+                ctx.fail(f"{param.opts[0]} is given twice; keep one")
+        return super().parse_args(ctx, args)
+
 
 class Interrupted(click.ClickException):
     """Ctrl-C, said in one line."""
@@ -113,7 +122,8 @@ def complain(error: Exception) -> int:
     if isinstance(error, AttngenError):
         say(f"attngen: {error}")
     elif isinstance(error, OSError):
-        say(f"attngen: {error.strerror or error}: {error.filename}; check the path")
+        where = f"{error.filename}; check the path" if error.filename else "in writing the output"
+        say(f"attngen: {error.strerror or error}: {where}")
     else:
         say(
             f"attngen: unexpected {type(error).__name__}: {error}; run it again with --debug and "

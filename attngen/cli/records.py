@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from attngen.cli.options import db_option, gpu_option, json_option
+from attngen.cli.options import FilePath, db_option, gpu_option, json_option, out_option
 from attngen.cli.output import microseconds, print_json, table, write_whole
 from attngen.cli.program import FAILED, Command, say
 from attngen.errors import StoreError
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
     from attngen.records import Record
     from attngen.store import Store
 
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-INPUT = click.Path(exists=True, dir_okay=False, path_type=Path, allow_dash=True)
+FILE = FilePath(exists=True)
+INPUT = FilePath(exists=True, allow_dash=True)
 
 
 @contextmanager
@@ -87,19 +88,17 @@ def _winners(found: list[tuple[str, Record]]) -> str:
 @click.command("export", cls=Command)
 @gpu_option
 @db_option
-@click.option(
-    "--out",
-    type=click.Path(dir_okay=False, path_type=Path, allow_dash=True),
-    default="-",
-    metavar="FILE",
-    help="Write to a file; '-' is stdout.",
-)
+@out_option
 def export(gpu: GpuInfo | None, db: Path | None, out: Path) -> None:
     """Print your winners as lines of JSON, as tuning_db/<gpu>.jsonl holds them."""
     from attngen.exchange import export_lines
 
     with reading(db) as store:
         lines = export_lines(store, gpu)
+        if os.path.exists(out) and store.path.exists() and out.samefile(store.path):
+            raise click.BadParameter(
+                f"{out} is the database itself; name another file", param_hint="'--out'"
+            )
     if not lines:
         where = f" for {gpu.name}" if gpu else ""
         raise StoreError(
@@ -136,14 +135,19 @@ def import_(ctx: click.Context, files: tuple[Path, ...], db: Path | None) -> Non
 def _read(file: Path) -> str:
     if str(file) == "-":
         return sys.stdin.read()
-    return file.read_text(encoding="utf-8", errors="replace")
+    content = file.read_bytes()
+    if content.startswith(b"SQLite format 3"):
+        raise click.BadParameter(
+            f"{file} is a database; `attngen merge` joins those", param_hint="'FILE...'"
+        )
+    return content.decode(errors="replace")
 
 
 @click.command("merge", cls=Command)
 @click.argument("sources", type=FILE, metavar="DB...", nargs=-1, required=True)
 @click.option(
     "--into",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=FilePath(),
     metavar="DB",
     required=True,
     help="The database that receives the winners.",
@@ -156,6 +160,12 @@ def merge(ctx: click.Context, sources: tuple[Path, ...], into: Path) -> None:
 
     batches = []
     for source in sources:  # all are read before anything is written
+        with source.open("rb") as file:
+            if file.read(1) == b"{":
+                raise click.BadParameter(
+                    f"{source} holds lines of JSON; `attngen import` reads those",
+                    param_hint="'DB...'",
+                )
         with reading(source) as store:
             batches.append((source, export_lines(store)))
     with Store.open(into) as store:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from attngen.cli.options import (
+    SECONDS,
     db_option,
     direction_option,
     gpu_option,
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @spec_argument
-@workload_option(required=True, multiple=True)
+@workload_option(required=True, multiple=True, runs=True)
 @direction_option("both")
 @click.option(
     "--budget",
-    type=click.FloatRange(0, min_open=True),
+    type=SECONDS,
     default=60.0,
     show_default=True,
     metavar="SECONDS",
@@ -46,7 +47,14 @@ if TYPE_CHECKING:
 @gpu_option
 @click.option("--max-trials", type=click.IntRange(1), metavar="N", help="Try at most N configs.")
 @click.option("--exhaustive", is_flag=True, help="Try every feasible config.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the search.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0, 2**32 - 1),
+    default=0,
+    show_default=True,
+    metavar="N",
+    help="Seed of the search.",
+)
 @db_option
 @json_option
 def tune(
@@ -67,6 +75,10 @@ def tune(
     --gpu for a GPU that is not here, everything but the timing is done and the record is marked
     "predicted"; a measured one always outranks it.
     """
+    if gpu is not None and gpu.is_interpreter:
+        raise click.BadParameter(
+            "the interpreter is not tuned; name a GPU, as nvidia_h200", param_hint="'--gpu'"
+        )
     from attngen.tuner import kept_workers
     from attngen.tuner import tune as search
 

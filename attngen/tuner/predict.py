@@ -166,7 +166,7 @@ class Prediction:
             f"none of {len(tried)} {job.bucket.direction} configs of {job.spec.text_key} will run "
             f"on {job.gpu.name}; tried:\n  "
             + "\n  ".join(tried or ["none: the space is empty"])
-            + "\ntry more with max_trials (`--max-trials`), or use a smaller head_dim"
+            + "\ntry more with `--max-trials`, or use a smaller head_dim"
         )
 
 

@@ -80,8 +80,8 @@ def tune(
         here = timer.gpu
         if target is None and here is None:
             raise TuningError(
-                "this machine has no GPU that PyTorch can use; name the one to predict for with "
-                "gpu= (`attngen tune --gpu nvidia_h200`)"
+                "this machine has no GPU that PyTorch can use; name the one to predict for "
+                "(`attngen tune --gpu nvidia_h200`), or see what `attngen doctor` says"
             )
         present = here is not None and (target is None or target.device_key == here.device_key)
         where = here if present else target
