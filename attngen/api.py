@@ -143,7 +143,9 @@ class Attention:
         """
         spec = self.spec
         if tensors:
-            refuse_tensors(tensors, self.__call__)
+            refused = refuse_tensors(tensors, self.__call__, q)
+            if refused is not None:
+                return _results(refused, refused, return_lse, return_aux)
         if return_lse is not False or return_aux is not _NONE:
             check_results(return_lse, return_aux)
         p, key = spec.dropout_p, self._text_key
@@ -238,7 +240,9 @@ def attention(
         UnsupportedSpecError: a feature that is not built; lists every reason.
     """
     if tensors:
-        refuse_tensors(tensors, attention)
+        refused = refuse_tensors(tensors, attention, q)
+        if refused is not None:
+            return _results(refused, refused, return_lse, return_aux)
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
     if isinstance(layout, str) and layout == "bshd":
@@ -309,7 +313,9 @@ def sdpa(
         scale: default 1 / sqrt(head_dim).
         enable_gqa: lets key and value have fewer heads than query.
     """
-    refuse_tensors({"attn_mask": attn_mask}, sdpa)
+    refused = refuse_tensors({"attn_mask": attn_mask}, sdpa, query)
+    if refused is not None:
+        return refused
     check_kinds({"query": query, "key": key, "value": value})
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if scale is not None:

@@ -40,8 +40,12 @@ _TENSOR_FIELD = {
 _AUX = ("lse", "max_logit", "col_sum", "entropy")
 
 
-def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any]) -> None:
-    """Refuse further arguments of `call`: unknown names, and features that are not built."""
+def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any], q: Tensor) -> Tensor | None:
+    """Refuse further arguments of `call`: unknown names, and features that are not built.
+
+    Under torch.compile, which would replace an exception raised while it traces, gives a stand-in
+    for the result: the graph raises where it runs.
+    """
     for name in tensors:
         if name not in _TENSOR_FIELD:
             _refuse_name(name, call)
@@ -50,8 +54,11 @@ def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any]) -> None:
         for name, value in tensors.items()
         if value is not None
     ]
+    if reasons and torch.compiler.is_compiling():
+        return torch.ops.attngen.refuse(reasons, q)  # type: ignore[no-any-return]
     if reasons:
         raise UnsupportedSpecError(reasons)
+    return None
 
 
 def _refuse_name(name: str, call: Callable[..., Any]) -> None:

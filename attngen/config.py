@@ -223,9 +223,14 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
     return why
 
 
-def descriptors_fit(spec: AttentionSpec) -> bool:
-    """May a tensor descriptor address rows of these head dims? TMA needs multiples of 16 bytes."""
-    return all(dim * spec.element_size % 16 == 0 for dim in (spec.head_dim, spec.head_dim_v))
+def descriptors_pay(spec: AttentionSpec, gpu: GpuInfo) -> bool:
+    """Are tensor descriptors (TMA) worth trying?
+
+    They address rows of whole 16 bytes. Tiles they load lie as tensor cores read them: products in
+    full float32, which have none, spill by the kilobyte on them.
+    """
+    whole = all(dim * spec.element_size % 16 == 0 for dim in (spec.head_dim, spec.head_dim_v))
+    return gpu.has_tma and whole and not spec.is_exact
 
 
 def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
@@ -265,7 +270,9 @@ def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[Ker
         tall = ((64, 64, 4, 1), *tall)
     elif spec.dtype == "float32":
         tall = ((64, 32, 4, 1), (32, 32, 4, 1), (16, 32, 4, 1), (16, 16, 4, 1))
-    tiles: Tiles = "descriptor" if gpu.has_tma and descriptors_fit(spec) else "pointer"
+        if spec.is_exact:
+            tall = ((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1))
+    tiles: Tiles = "descriptor" if descriptors_pay(spec, gpu) else "pointer"
     for m, n, warps, stages in tall:
         wide = max(spec.head_dim, spec.head_dim_v) > 128 and m == 128
         if bucket.direction == "fwd":

@@ -29,12 +29,12 @@ class SpecError(AttngenError, ValueError):
 class UnsupportedSpecError(SpecError):
     """The spec is legal but cannot be built; `reasons` lists every cause."""
 
-    def __init__(self, reasons: Iterable[str]) -> None:
-        self.reasons = tuple(reasons)
-        super().__init__("unsupported spec: " + "; ".join(self.reasons))
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        return tuple(self.args[0])
 
-    def __reduce__(self) -> tuple[type[UnsupportedSpecError], tuple[tuple[str, ...]]]:
-        return type(self), (self.reasons,)
+    def __str__(self) -> str:
+        return "unsupported spec: " + "; ".join(self.reasons)
 
 
 class DtypeError(SpecError, TypeError):

@@ -21,6 +21,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from attngen import calls, transforms
+from attngen.errors import UnsupportedSpecError
 from attngen.memory import empty_bshd
 from attngen.resolve import parsed
 
@@ -38,6 +39,7 @@ _LIBRARY.define(
     "bwd(str spec, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout,"
     " Tensor? dlse, Tensor?[] extra, float[] scalars, SymInt[] ints) -> Tensor[]"
 )
+_LIBRARY.define("refuse(str[] reasons, Tensor q) -> Tensor")
 
 
 def _fake_forward(
@@ -199,6 +201,11 @@ def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
     return cast_forward
 
 
+def _refuse(reasons: Sequence[str], q: Tensor) -> Tensor:
+    """Raise where a compiled graph runs: dynamo replaces what is raised while it traces."""
+    raise UnsupportedSpecError(reasons)
+
+
 def _register() -> None:
     for key in ("CUDA", "CPU"):
         _LIBRARY.impl("fwd", calls.forward, key)
@@ -209,6 +216,10 @@ def _register() -> None:
         name = f"Autocast{device_type.upper()}"
         key = getattr(torch._C.DispatchKey, name)
         _LIBRARY.impl("fwd", _autocast_forward(device_type, key), name)
+    _LIBRARY.impl("refuse", _refuse, "CompositeExplicitAutograd")
+    torch.library.register_fake(
+        "attngen::refuse", lambda reasons, q: torch.empty_like(q), lib=_LIBRARY
+    )
     torch.library.register_fake("attngen::fwd", _fake_forward, lib=_LIBRARY)
     torch.library.register_fake("attngen::bwd", _fake_backward, lib=_LIBRARY)
     transforms.register(_LIBRARY)

@@ -19,7 +19,7 @@ from attngen.config import (
     Footprint,
     FwdConfig,
     KernelConfig,
-    descriptors_fit,
+    descriptors_pay,
     footprints,
     infeasible,
 )
@@ -45,10 +45,10 @@ _WGMMA_ROWS = 64  # one warp group (4 warps) multiplies 64 rows at a time on sm_
 def axes(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Axes:
     """Every value of every config field for a spec in a bucket on a GPU.
 
-    Tiles never exceed the bucket's lengths, and descriptors need TMA and rows of 16-byte multiples.
+    Tiles never exceed the bucket's lengths.
     """
     tiles: tuple[Any, ...] = ("pointer",)
-    if gpu.has_tma and descriptors_fit(spec):
+    if descriptors_pay(spec, gpu):
         tiles = ("pointer", "descriptor")
     rows, keys = bucket.seqlen_q, bucket.seqlen_k
     if bucket.direction == "fwd":
@@ -189,13 +189,23 @@ _BWD_STARTS: dict[int, tuple[tuple[Literal["kernel", "atomic"], Tile, Tile], ...
         ("kernel", (64, 64, 8, 1), (64, 64, 8, 1)),
     ),
 }
+# Products in full float32 use no tensor cores, and keep their operands in registers: small tiles.
+_FMA_FWD_STARTS = ((64, 32, 8, 2), (32, 32, 8, 2), (32, 32, 4, 1), (16, 32, 8, 1))
+_FMA_BWD_STARTS = (
+    ("kernel", (32, 32, 8, 1), (32, 32, 8, 1)),
+    ("kernel", (16, 32, 8, 1), (32, 32, 8, 1)),
+    ("atomic", (16, 32, 8, 1), _ATOMIC),
+    ("kernel", (16, 32, 4, 1), (16, 32, 4, 1)),
+)
 
 
 def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
     """Good configs from earlier measurements that fit here, descriptors first where they exist."""
     dim = max(spec.head_dim, spec.head_dim_v)
-    table = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
+    table: dict[int, Any] = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
     starts = table[next((size for size in table if dim <= size), max(table))]
+    if spec.is_exact:
+        starts = _FMA_FWD_STARTS if bucket.direction == "fwd" else _FMA_BWD_STARTS
     space = axes(spec, bucket, gpu)
     found: list[KernelConfig] = []
     for address, start in itertools.product(reversed(space["tiles"]), starts):

@@ -200,7 +200,7 @@ class AttentionSpec:
 
     @property
     def is_exact(self) -> bool:
-        """Products are made in IEEE float32."""
+        """Products are made in IEEE float32, without tensor cores."""
         return self.dtype == "float32" and self.precision == "ieee"
 
     @property

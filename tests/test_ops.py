@@ -737,6 +737,15 @@ def test_tensor_argument_without_its_spec_field_is_refused(path: str, name: str)
         attend(q, k, v, **{name: torch.ones(2)})
 
 
+def test_compiled_graph_refuses_what_eager_calls_refuse() -> None:
+    """Dynamo replaces exceptions of the code it traces, so that the graph raises this one."""
+    compiled = torch.compile(attngen.attention, fullgraph=True, backend="aot_eager")
+    packed = torch.randn(7, 2, 16)  # not even of four dims
+    with pytest.raises(attngen.UnsupportedSpecError, match="cu_seqlens_q= needs") as raised:
+        compiled(packed, packed, packed, cu_seqlens_q=torch.tensor([0, 3, 7]))
+    assert len(raised.value.reasons) == 1
+
+
 def test_int_seeds_are_symbolic_under_dynamic_compile() -> None:
     """An int seed may become a SymInt; inductor cannot hold 2**63 in an int64."""
 
