@@ -84,7 +84,7 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     """Would the dispatcher do nothing but find the kernel?"""
     if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
         return False
-    return all(type(x) in _PLAIN for x in tensors)
+    return all(type(x) in _PLAIN and (x is None or not x.is_meta) for x in tensors)
 
 
 _PLAIN = (Tensor, torch.nn.Parameter, type(None))
@@ -175,8 +175,12 @@ def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
     _refuse_unsupported_derivatives(q, k, v)
+    direct = _is_plain(q, k, v)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return list(_apply(_Attention, text_key, scalars, ints, q, k, v, *extra))
+        function = _Direct if direct else _Attention
+        return list(_apply(function, text_key, scalars, ints, q, k, v, *extra))
+    if direct:
+        return calls.forward(text_key, q, k, v, extra, scalars, ints)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
 
@@ -185,6 +189,8 @@ def _autograd_backward(*arguments: Any) -> Any:
     tensors = [x for x in arguments[1:8] if x is not None]
     if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         return list(_apply(_Once, arguments, *tensors))
+    if _is_plain(*tensors):
+        return calls.backward(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.attngen.bwd(*arguments)
 
