@@ -165,7 +165,7 @@ def kernel_parts(config: KernelConfig) -> dict[str, tuple[Any, ...]]:
 # (block_m, block_n, num_warps, num_stages).
 # Tiles (block_m, block_n, num_warps, num_stages) that were among the best on an H200.
 _FWD_STARTS = {
-    64: ((128, 128, 4, 3), (64, 128, 4, 3), (64, 64, 4, 3), (128, 64, 4, 3)),
+    64: ((64, 64, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 4, 3)),
     128: ((64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3), (128, 128, 8, 2)),
     256: ((128, 64, 8, 2), (64, 64, 4, 2)),
 }
@@ -173,14 +173,14 @@ _FWD_STARTS = {
 _ATOMIC: Tile = (64, 64, 4, 2)  # stands where no dq kernel is
 _BWD_STARTS: dict[int, tuple[tuple[Literal["kernel", "atomic"], Tile, Tile], ...]] = {
     64: (
-        ("atomic", (64, 64, 4, 3), _ATOMIC),
         ("kernel", (64, 64, 4, 3), (64, 64, 4, 3)),
-        ("kernel", (64, 64, 4, 2), (64, 64, 4, 3)),
-        ("atomic", (128, 128, 8, 2), _ATOMIC),
+        ("kernel", (64, 64, 4, 3), (128, 64, 4, 3)),
+        ("kernel", (64, 64, 4, 3), (64, 128, 4, 3)),
+        ("atomic", (64, 64, 4, 3), _ATOMIC),
     ),
     128: (
-        ("kernel", (64, 64, 4, 2), (128, 64, 8, 2)),
         ("kernel", (64, 64, 4, 2), (64, 64, 4, 2)),
+        ("kernel", (64, 64, 4, 2), (128, 64, 8, 2)),
         ("kernel", (64, 128, 8, 2), (64, 64, 4, 2)),
         ("kernel", (64, 128, 8, 2), (128, 64, 8, 2)),
     ),
