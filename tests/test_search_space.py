@@ -136,10 +136,23 @@ def test_a_config_off_the_axes_has_no_code():
 @pytest.mark.parametrize(
     ("dim", "direction", "first"),
     [
-        (128, "fwd", FwdConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)),
-        (64, "fwd", FwdConfig(block_m=128, block_n=128, num_warps=4, num_stages=3)),
+        (128, "fwd", FwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        (64, "fwd", FwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)),
         (256, "fwd", FwdConfig(block_m=128, block_n=64, num_warps=8, num_stages=2)),
-        (64, "bwd", BwdConfig(dq="atomic", block_m=64, block_n=64, num_warps=4, num_stages=3)),
+        (
+            64,
+            "bwd",
+            BwdConfig(
+                block_m=64,
+                block_n=64,
+                num_warps=4,
+                num_stages=3,
+                dq_block_m=64,
+                dq_block_n=64,
+                dq_num_warps=4,
+                dq_num_stages=3,
+            ),
+        ),
     ],
 )
 def test_known_good_starts_lead(dim, direction, first):

@@ -184,7 +184,7 @@ def test_one_percent_margin_keeps_the_default(store, best, wins):
 
 
 def test_hopeless_configs_are_stopped_early(store):
-    slow = FwdConfig(tiles="descriptor", block_m=64, block_n=64, num_warps=4, num_stages=3)
+    slow = FwdConfig(tiles="descriptor", block_m=128, block_n=64, num_warps=4, num_stages=2)
     timer = FakeTimer(lambda c: 900.0 if c == slow else seconds(c))
     run(store, timer)
     assert timer.limits[0] is None and timer.limits[1] == 200.0
