@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from attngen.config import KernelConfig
 from attngen.errors import StoreError
@@ -15,6 +15,7 @@ from attngen.workload import Bucket
 
 Tier = Literal["user", "shipped", "stale", "neighbour bucket", "other sku", "default"]
 
+EXACT_TIERS: tuple[Tier, ...] = ("user", "shipped")
 _NEAR_TIERS: tuple[Tier, ...] = ("stale", "neighbour bucket", "other sku")
 _VERSION_FIELDS = frozenset({"triton", "template_hash"})
 # Bucket axes that may be one step off, the least harmful first.
@@ -22,8 +23,7 @@ _STEP_AXES = ("batch_heads", "seqlen_k", "seqlen_q")
 MAX_NEAR_MISSES = 4
 
 
-@dataclass(frozen=True)
-class Found:
+class Found(NamedTuple):
     """What a look-up came to."""
 
     record: Record | None

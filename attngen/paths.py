@@ -17,6 +17,12 @@ def data_dir(name: str) -> Path:
     )
 
 
+def tuned_dirs() -> list[Path]:
+    """Folders of `<gpu>.jsonl` records: those of `ATTNGEN_TUNED_DIR`, then the shipped ones."""
+    named = os.environ.get("ATTNGEN_TUNED_DIR", "").split(os.pathsep)
+    return [*(Path(os.path.expanduser(name)) for name in named if name), data_dir("tuning_db")]
+
+
 def cache_dir() -> Path:
     """Folder of emitted kernels and the user's database (not created here).
 

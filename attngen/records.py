@@ -19,7 +19,7 @@ from typing import Any
 from attngen import config as configs
 from attngen.config import KernelConfig
 from attngen.errors import StoreError
-from attngen.paths import data_dir
+from attngen.paths import tuned_dirs
 from attngen.record_checks import DATE_FORMAT, Origin, problem_of
 from attngen.workload import Direction
 
@@ -166,18 +166,20 @@ def minor_of(version: str) -> str:
 
 
 @functools.cache
-def shipped(gpu_dir: Path | None = None) -> tuple[Record, ...]:
-    """The records in `tuning_db/*.jsonl`, read once. A bad line is skipped with a warning.
+def shipped(folder: Path | None = None) -> tuple[Record, ...]:
+    """The records in `*.jsonl` of a folder (default: `paths.tuned_dirs()`), read once. A bad line
+    is skipped with a warning.
 
     `shipped.cache_clear()` makes the next call read again.
     """
     best: dict[RecordKey, Record] = {}
-    try:
-        files = sorted((gpu_dir or data_dir("tuning_db")).glob("*.jsonl"))
-        texts = [(file, file.read_text(encoding="utf-8", errors="replace")) for file in files]
-    except OSError as error:
-        warn_once(f"shipped tuning records cannot be read ({error}); going on without them")
-        return ()
+    texts = []
+    for each in [folder] if folder else tuned_dirs():
+        try:
+            files = sorted(path for path in each.iterdir() if path.suffix == ".jsonl")
+            texts += [(file, file.read_text(encoding="utf-8", errors="replace")) for file in files]
+        except OSError as error:
+            warn_once(f"tuning records in {each} cannot be read ({error}); going on without them")
     for file, text in texts:
         for number, line in enumerate(text.split("\n"), 1):
             if not line.strip():

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from attngen import gpu as gpus
@@ -17,7 +17,7 @@ from attngen import interpreter
 from attngen.config import KernelConfig, default_config, infeasible, with_tiles
 from attngen.gpu import GpuInfo
 from attngen.kernel import Kernel, kernel
-from attngen.lookup import Found, lookup
+from attngen.lookup import EXACT_TIERS, Found, lookup
 from attngen.records import POLICY, RecordKey, minor_of, shipped
 from attngen.render import template_hash
 from attngen.spec import AttentionSpec
@@ -45,9 +45,10 @@ def triton_minor() -> str:
 
 def record_key(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> RecordKey:
     """The key under which the tuner stores, and the look-up seeks, a record."""
+    text = spec.text_of(bucket.direction)
     return RecordKey(
-        text_key=spec.text_key,
-        template_hash=template_hash(spec.text, bucket.direction),
+        text_key=text.text_key,
+        template_hash=template_hash(text, bucket.direction),
         bucket=bucket.key,
         device_key=gpu.device_key,
         triton=triton_minor(),
@@ -66,17 +67,32 @@ def find(
 ) -> tuple[KernelConfig, Found, RecordKey]:
     """The config that serves a spec: a stored one that fits, else the default. Never tunes."""
     key = record_key(spec, bucket, gpu)
+    if gpu.is_interpreter:
+        found = Found(record=None, tier="default", why=["Triton's interpreter is not tuned"])
+    else:
+        found = _look_up(spec, key, bucket, gpu)
+    config = found.record.kernel_config if found.record else default_config(spec, bucket, gpu)
+    return config, found, key
+
+
+def _look_up(spec: AttentionSpec, key: RecordKey, bucket: Bucket, gpu: GpuInfo) -> Found:
+    """The best record, and for a deterministic spec without an exact one, the free spec's.
+
+    What won among all configs, and is deterministic, wins among the deterministic ones.
+    """
 
     def accept(config: KernelConfig) -> list[str]:
         return infeasible(spec, config, gpu)
 
-    if gpu.is_interpreter:
-        found = Found(record=None, tier="default", why=["Triton's interpreter is not tuned"])
-    else:
-        with Store.open(readonly=True) as store:
-            found = lookup(store, key, bucket, gpu, accept)
-    config = found.record.kernel_config if found.record else default_config(spec, bucket, gpu)
-    return config, found, key
+    with Store.open(readonly=True) as store:
+        found = lookup(store, key, bucket, gpu, accept)
+        if found.tier in EXACT_TIERS or not spec.text_of(bucket.direction).deterministic:
+            return found
+        free = record_key(replace(spec, deterministic=False), bucket, gpu)
+        other = lookup(store, free, bucket, gpu, accept)
+    if other.record is not None and (other.tier in EXACT_TIERS or found.record is None):
+        return other._replace(why=[*found.why, *other.why])
+    return found
 
 
 _RESOLVED: dict[tuple[str, Bucket, int | None], Resolved] = {}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError, UnsupportedSpecError, nearest
 from attngen.head_dim import MAX_HEAD_DIM, Part, split_head_dim
@@ -23,6 +23,9 @@ from attngen.values import (
     whole,
     window_sides,
 )
+
+if TYPE_CHECKING:
+    from attngen.workload import Direction
 
 DTYPES = ("float16", "bfloat16", "float32")
 CAUSAL = (False, True, "bottom_right", "top_left")
@@ -261,6 +264,10 @@ class AttentionSpec:
             precision=self.precision if self.dtype == "float32" else "ieee",
             deterministic=bool(self.deterministic),
         )
+
+    def text_of(self, direction: Direction) -> AttentionSpec:
+        """`text`, for one direction's kernels: a forward adds in one order anyway."""
+        return replace(self.text, deterministic=False) if direction == "fwd" else self.text
 
     @property
     def text_key(self) -> str:

@@ -22,12 +22,13 @@ from samples import (
     under,
 )
 
-from attngen import records
-from attngen.config import KernelConfig
+from attngen import records, resolve
+from attngen.config import BwdConfig, KernelConfig
 from attngen.lookup import lookup
 from attngen.records import Record, shipped
+from attngen.spec import AttentionSpec
 from attngen.store import Store
-from attngen.workload import Bucket
+from attngen.workload import DIRECTIONS, Bucket, Workload, spec_bucket
 
 
 def test_lookup_exact_user_before_shipped(store: Store) -> None:
@@ -136,7 +137,7 @@ def test_lookup_of_the_batch_invariant_bucket_has_no_neighbours() -> None:
 
 def test_lookup_uses_the_shipped_files_by_default(tmp_path: Path, monkeypatch) -> None:
     (tmp_path / "nvidia_h200.jsonl").write_text(MEASURED.to_line() + "\n")
-    monkeypatch.setattr(records, "data_dir", lambda name: tmp_path)
+    monkeypatch.setattr(records, "tuned_dirs", lambda: [tmp_path])
     shipped.cache_clear()
     try:
         assert lookup(None, KEY, BUCKET, H200, accept_all).record == MEASURED
@@ -151,3 +152,32 @@ def test_trouble_after_opening_is_survived_by_a_lookup(path: Path) -> None:
         with pytest.warns(RuntimeWarning, match="no such column"):
             found = find(store, MEASURED)
     assert found.tier == "shipped" and "no such column" in "\n".join(found.why)
+
+
+def test_a_deterministic_spec_is_served_by_what_won_among_all_configs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNGEN_DB", str(tmp_path / "tuning.db"))
+    spec, gpu = AttentionSpec(head_dim=128, deterministic=True), H200
+    bucket = spec_bucket("bwd", spec, Workload(2, 8, 8, 777, 777))
+    key = resolve.record_key(replace(spec, deterministic=False), bucket, gpu)
+    tile = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
+    for dq, served in (("kernel", "user"), ("atomic", "default")):
+        config = BwdConfig(dq=dq, **tile)
+        record = replace(MEASURED, key=key, direction="bwd", config=config.as_dict())
+        with Store.open() as store:
+            store.record_winner(record)
+        found_config, found, _ = resolve.find(spec, bucket, gpu)
+        assert found.tier == served, found.why
+        assert (found_config == config) == (served == "user")
+
+
+def test_a_forward_has_one_key_whether_deterministic_or_not() -> None:
+    free, fixed = (AttentionSpec(head_dim=128, deterministic=each) for each in (False, True))
+    gpu, sizes = H200, Workload(2, 8, 8, 777, 777)
+    for direction in DIRECTIONS:
+        keys = {
+            resolve.record_key(spec, spec_bucket(direction, spec, sizes), gpu)
+            for spec in (free, fixed)
+        }
+        assert len(keys) == (1 if direction == "fwd" else 2)

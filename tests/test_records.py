@@ -119,3 +119,17 @@ def test_record_of_an_atomic_backward_round_trips() -> None:
     record = replace(MEASURED, key=key, direction="bwd", config=config.as_dict())
     assert "dq_block_m" not in record.config
     assert Record.from_line(record.to_line()).kernel_config == config
+
+
+def test_records_of_named_folders_lie_beside_the_shipped_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.jsonl").write_text(at(seqlen_q=64).to_line() + "\n")
+    monkeypatch.setenv("ATTNGEN_TUNED_DIR", f"{tmp_path}:{tmp_path / 'missing'}")
+    count = len(shipped())
+    shipped.cache_clear()
+    try:
+        with pytest.warns(RuntimeWarning, match="missing cannot be read"):
+            assert at(seqlen_q=64) in shipped() and len(shipped()) == count + 1
+    finally:
+        shipped.cache_clear()
