@@ -23,6 +23,8 @@ RUNS_PER_ROUND = 3
 HOPELESS = 2.0
 """A call slower than this many times the best is not timed to the end."""
 FLUSH_BYTES = 256 << 20
+CLOCK_DROP = 0.05
+"""A measurement during which the SM clock fell by more than this is taken again."""
 
 Call = Callable[[], None]
 
@@ -131,6 +133,14 @@ def summary(times: Sequence[float]) -> Timing:
     last = len(ordered) - 1
     spread = ordered[round(0.8 * last)] - ordered[round(0.2 * last)]
     return Timing(statistics.median(ordered), spread, len(ordered))
+
+
+def slowed_down(clocks_mhz: tuple[int, int] | None) -> bool:
+    """Did the SM clock fall by more than `CLOCK_DROP` between (before, after)?"""
+    if clocks_mhz is None:
+        return False
+    before, after = clocks_mhz
+    return after < (1 - CLOCK_DROP) * before
 
 
 def sm_clock_mhz(device: int = 0) -> int | None:

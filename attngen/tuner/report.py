@@ -31,6 +31,8 @@ class TuneReport:
     stopped_by: str = ""
     """Why the search ended."""
     seconds: float = 0.0
+    noise: float | None = None
+    """How far apart two times of one config came out in the last comparison, as a fraction."""
 
     @property
     def confidence(self) -> str:
@@ -43,9 +45,12 @@ class TuneReport:
         gain = 1 - record.median_us / record.default_us
         spread = (record.spread_us or 0.0) / record.median_us
         against = f"{gain:+.1%} against the default, spread {spread:.1%}, {record.rounds} rounds"
+        if self.noise is not None:
+            against += f", one config timed twice differs by {self.noise:.1%}"
         if gain <= 0:
             return f"nothing beat the default clearly ({against})"
-        return f"{'clear' if gain > 2 * spread else 'within the noise'}: {against}"
+        is_clear = gain > max(2 * spread, self.noise or 0.0)
+        return f"{'clear' if is_clear else 'within the noise'}: {against}"
 
     def __str__(self) -> str:
         lines = [f"{self.bucket.key}: {self._winner()}", f"  {self.confidence}"]

@@ -22,7 +22,7 @@ from attngen.records import Record, RecordKey
 from attngen.search_space import axes, candidates, model_order
 from attngen.spec import AttentionSpec
 from attngen.store import Outcome, Store, Trial
-from attngen.timing import HOPELESS
+from attngen.timing import HOPELESS, slowed_down
 from attngen.tuner.finals import Finalists, Timer
 from attngen.tuner.report import TuneReport
 from attngen.tuner.search import Search
@@ -83,6 +83,7 @@ class Session:
         self._times: dict[KernelConfig, float] = {}
         self._errors: dict[KernelConfig, float] = {}
         self._reasons: dict[str, str] = {}
+        self._slowed: set[KernelConfig] = set()
         self._since_gain = 0
         self._default = job.default()
         self._search = self._make_search()
@@ -148,7 +149,7 @@ class Session:
             if compiled is None:
                 self.report.stopped_by = f"budget of {self._job.budget:g} s"
                 return
-            self.report.tried += 1
+            self.report.tried += compiled.config not in self._slowed
             self._take(compiled)
 
     def _stop_rule(self) -> str:
@@ -206,6 +207,9 @@ class Session:
         best = min(self._times.values(), default=None)
         try:
             found = self._timer.measure(config, None if best is None else HOPELESS * best)
+            if slowed_down(found.clocks_mhz) and config not in self._slowed:
+                self._take_later(compiled)
+                return
         except TrialFailedError as error:
             self._refuse(config, error.status, error.kind, error.reason)
             return
@@ -225,6 +229,15 @@ class Session:
             self._errors[config] = found.error
         self._note(config, found.median_us)
         self._tell_progress(config, "ok", found.median_us)
+
+    def _take_later(self, compiled: Compiled) -> None:
+        """The clock fell while a config was timed: it has another turn, one only."""
+        config = compiled.config
+        self._store.finish_trial(self._job.key, config, "skipped", reason=INTERRUPTED)
+        self._slowed.add(config)
+        ready: Future[Compiled] = Future()
+        ready.set_result(compiled)
+        self._pending.append((config, ready))
 
     def _note(self, config: KernelConfig, median_us: float | None) -> None:
         """Pass an outcome on to the search and the stop rule."""
@@ -284,6 +297,7 @@ class Session:
             self._store.finish_trial(
                 self._job.key, config, "ok", median_us=found.median_us, spread_us=found.spread_us
             )
+        self.report.noise = finalists.noise
         self.report.record = finalists.record(self._job.key, self._job.bucket.direction)
         self._store.record_winner(self.report.record)
         self._progress(
