@@ -210,20 +210,45 @@ class Store:
                 origin=origin,
             )
 
+    def trial_keys(self) -> list[RecordKey]:
+        """The keys that were tuned, with a winner or without one."""
+        names = ", ".join(field.name for field in fields(RecordKey))
+        with self._reading():
+            rows = self._db.query(f"select distinct {names} from trials order by text_key, bucket")
+            return [RecordKey(**row) for row in rows]
+
     def trials(self, key: RecordKey) -> list[Trial]:
         """Every config tried for a key, fastest first, untimed ones last."""
+        return self._trials(key, "median_us is null, median_us, config_key")
+
+    def history(self, key: RecordKey) -> list[Trial]:
+        """Every config tried for a key, in the order in which the trials ended."""
+        return self._trials(key, "date, rowid")  # dates are to the second; rows stay as begun
+
+    def _trials(self, key: RecordKey, order: str) -> list[Trial]:
         with self._reading():
-            rows = self._db["trials"].rows_where(
-                "key_hash = ?",
-                [key.digest],
-                order_by="median_us is null, median_us, config_key",
-            )
+            rows = self._db["trials"].rows_where("key_hash = ?", [key.digest], order_by=order)
             return [_trial_of(row) for row in rows]
 
     def top(self, key: RecordKey, n: int = 16) -> list[Trial]:
         """The `n` fastest configs that ran and were correct."""
         good = [t for t in self.trials(key) if t.status == "ok" and t.median_us is not None]
         return good[:n]
+
+    def top_of_other_versions(self, key: RecordKey, n: int = 16) -> list[Trial]:
+        """The `n` fastest that ran under another Triton or other templates, all else equal."""
+        same = ("text_key", "bucket", "device_key", "policy")
+        where = " and ".join(f"{name} = ?" for name in same)
+        with self._reading():
+            rows = self._db["trials"].rows_where(
+                f"{where} and key_hash != ? and status = 'ok' and median_us is not null",
+                [*(getattr(key, name) for name in same), key.digest],
+                order_by="median_us, config_key",
+            )
+            best: dict[str, Trial] = {}
+            for row in rows:
+                best.setdefault(row["config_key"], _trial_of(row))
+            return list(best.values())[:n]
 
     def _trial(self, key: RecordKey, config: KernelConfig) -> Trial | None:
         where = "key_hash = ? and config_key = ?"

@@ -441,3 +441,35 @@ def test_tune_refuses(tmp_path, named, error, text):
 def test_tune_refuses_an_empty_workload(tmp_path):
     with pytest.raises(TuningError, match="is empty"):
         tune(SPEC, Workload(1, 1, 1, 0, 5), store=tmp_path / "tuning.db")
+
+
+def upgraded(what: Job) -> Job:
+    """The same job under the next Triton."""
+    return replace(what, key=replace(what.key, triton="3.99"))
+
+
+def test_the_top_of_another_version_is_tried_first(store):
+    run(store)
+    compiler = FakeCompiler()
+    run(store, compiler=compiler, what=upgraded(job()))
+    stored = {trial.config_key for trial in store.top(job().key)}
+    assert len(stored) == 16 and stored <= {c.key for c in compiler.seen[:17]}
+
+
+@pytest.mark.parametrize("version", [lambda what: what, upgraded], ids=["same", "upgraded"])
+def test_revalidate_times_the_stored_top_again_and_nothing_else(store, version):
+    first, _ = run(store)
+    stored = {trial.config_key for trial in store.top(job().key)}
+    slower = FakeTimer(lambda c: seconds(c) + (50.0 if c == BEST else 0.0))
+    what = version(replace(job(max_trials=None), revalidate=True))
+    report, _ = run(store, slower, what=what)
+    assert report.measured == len(stored | {DEFAULT.key})
+    assert {t.config_key for t in store.trials(what.key) if t.date >= first.record.date} >= stored
+    assert report.record.kernel_config == DEFAULT != first.record.kernel_config
+    assert report.record.key == what.key
+    assert report.stopped_by == "every config was tried"
+
+
+def test_revalidate_without_anything_stored_times_the_default(store):
+    report, _ = run(store, what=replace(job(), revalidate=True))
+    assert report.measured == 1 and report.record.kernel_config == DEFAULT

@@ -31,6 +31,7 @@ def tune(
     max_trials: int | None = None,
     seed: int = 0,
     exhaustive: bool = False,
+    revalidate: bool = False,
     store: Store | Path | str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
     jobs: int | None = None,
@@ -51,6 +52,8 @@ def tune(
         max_trials: configs to try for each direction, those of earlier runs counted in.
         seed: of the search.
         exhaustive: try every config in the model's order, within budget and max_trials.
+        revalidate: time the stored top 16 again, of this key or of other Triton and template
+            versions, and search no further: seconds where a search takes a minute.
         store: the database, or its path; default `paths.database_path()`.
         progress: called with a dict for each config tried ("event": "trial") and each winner.
         jobs: child processes that compile; default all cores but one.
@@ -93,7 +96,18 @@ def tune(
         for each in directions:
             bucket = spec_bucket(each, spec, workload)
             key = record_key(spec, bucket, where)
-            job = Job(spec, workload, bucket, where, key, budget, max_trials, seed, exhaustive)
+            job = Job(
+                spec,
+                workload,
+                bucket,
+                where,
+                key,
+                budget,
+                max_trials,
+                seed,
+                exhaustive,
+                revalidate,
+            )
             timer.open(spec, workload if present else _token(workload), each)
             with CompilePool(spec, workload, each, where, jobs) as pool:
                 run = Session if present else Prediction

@@ -1,22 +1,28 @@
-"""Configs that earlier tuning suggests for a key: the user's winners and the shipped ones."""
+"""Configs that earlier tuning suggests for a key."""
 
 from __future__ import annotations
 
+import contextlib
+
+from attngen import config as configs
 from attngen.config import KernelConfig, infeasible
+from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
 from attngen.lookup import lookup
 from attngen.records import RecordKey
 from attngen.spec import AttentionSpec
-from attngen.store import Store
+from attngen.store import Store, Trial
 from attngen.workload import Bucket
 
 MAX_SEEDS = 5
+MAX_REVALIDATED = 16
 
 
 def stored_configs(
     store: Store, spec: AttentionSpec, key: RecordKey, bucket: Bucket, gpu: GpuInfo
 ) -> list[KernelConfig]:
-    """What a look-up would serve for this key, best first: exact, neighbour buckets, other SKUs.
+    """Winners that a look-up would serve for this key, best first (exact, neighbour buckets, other
+    SKUs), then the fastest of other Triton and template versions.
 
     The look-up offers its candidates in order until one is accepted; refusing all lists them.
     """
@@ -27,5 +33,26 @@ def stored_configs(
         return ["only listed"]
 
     lookup(store, key, bucket, gpu, list_only)
-    feasible = (config for config in offered if not infeasible(spec, config, gpu))
-    return list(dict.fromkeys(feasible))[:MAX_SEEDS]
+    found = [
+        *list(dict.fromkeys(offered))[:MAX_SEEDS],
+        *_configs(bucket, store.top_of_other_versions(key)),
+    ]
+    return [config for config in dict.fromkeys(found) if not infeasible(spec, config, gpu)]
+
+
+def best_configs(
+    store: Store, spec: AttentionSpec, key: RecordKey, bucket: Bucket, gpu: GpuInfo
+) -> list[KernelConfig]:
+    """The stored top of this key, or of its other versions: what `--revalidate` times again."""
+    top = _configs(bucket, store.top(key)) or _configs(bucket, store.top_of_other_versions(key))
+    found = [*top, *stored_configs(store, spec, key, bucket, gpu)]
+    return [c for c in dict.fromkeys(found) if not infeasible(spec, c, gpu)][:MAX_REVALIDATED]
+
+
+def _configs(bucket: Bucket, trials: list[Trial]) -> list[KernelConfig]:
+    """The configs of trials; one that this version cannot read is left out."""
+    found = []
+    for trial in trials:
+        with contextlib.suppress(SpecError):
+            found.append(configs.from_dict(bucket.direction, trial.config))
+    return found

@@ -26,7 +26,7 @@ from attngen.timing import HOPELESS, slowed_down
 from attngen.tuner.finals import Finalists, Timer
 from attngen.tuner.report import TuneReport
 from attngen.tuner.search import Search
-from attngen.tuner.seeds import stored_configs
+from attngen.tuner.seeds import best_configs, stored_configs
 from attngen.tuner.static_check import Compiled, objection
 from attngen.tuner.timing_client import TrialFailedError
 from attngen.workload import Bucket, Workload
@@ -59,6 +59,8 @@ class Job:
     max_trials: int | None = None
     seed: int = 0
     exhaustive: bool = False
+    revalidate: bool = False
+    """Time the stored top again, and search no further."""
 
     def default(self) -> KernelConfig | None:
         """What runs untuned; None if nothing on its list fits."""
@@ -93,13 +95,17 @@ class Session:
     def _make_search(self) -> Search:
         job = self._job
         space = axes(job.spec, job.bucket, job.gpu)
+        direction = job.bucket.direction
+        if job.revalidate:
+            known = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu)
+            first = [self._default, *known] if self._default is not None else known
+            return Search(direction, first, space, first, seed=job.seed, exhaustive=True)
         order = model_order(
             job.spec, job.bucket, job.gpu, candidates(job.spec, job.bucket, job.gpu)
         )
         starts = [] if self._default is None else [self._default]
         starts += stored_configs(self._store, job.spec, job.key, job.bucket, job.gpu)
         starts += order[:MODEL_SEEDS]
-        direction = job.bucket.direction
         how = {"seed": job.seed, "exhaustive": job.exhaustive}
         return Search(direction, order, space, starts, **how)  # type: ignore[arg-type]
 
@@ -109,7 +115,8 @@ class Session:
         Raises:
             NoFeasibleConfigError: no config ran; lists each with its reason.
         """
-        self._resume()
+        if not self._job.revalidate:
+            self._resume()
         self._explore()
         if not self._times:
             raise self._nothing_ran()
@@ -154,7 +161,7 @@ class Session:
 
     def _stop_rule(self) -> str:
         job = self._job
-        if self._since_gain >= PATIENCE and not job.exhaustive:
+        if self._since_gain >= PATIENCE and not (job.exhaustive or job.revalidate):
             return f"{PATIENCE} measurements without a gain"
         taken = self.report.resumed + self.report.tried + len(self._pending)
         if job.max_trials is not None and taken >= job.max_trials:
