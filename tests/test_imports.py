@@ -21,6 +21,8 @@ LIGHT = ["attngen"] + [
         "store",
         "errors",
         "values",
+        "model_config",
+        "model_plan",
     )
 ]
 

@@ -68,7 +68,7 @@ def _workload(text: str) -> Workload:
     return found
 
 
-def _full_workload(text: str) -> Workload:
+def full_workload(text: str) -> Workload:
     """A workload that there is something to run of."""
     found = _workload(text)
     if not all(vars(found).values()):
@@ -91,6 +91,7 @@ GPU = Parsed("gpu", by_name)
 SECONDS = Parsed("seconds", _seconds)
 
 spec_argument = click.argument("spec", type=SPEC, metavar="SPEC")
+spec_or_model_argument = click.argument("spec", type=SPEC, metavar="[SPEC]", required=False)
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, one object a line.")
 gpu_option = click.option(
     "--gpu",
@@ -126,7 +127,7 @@ def workload_option(
     return click.option(
         "--workload",
         "workloads" if multiple else "workload",
-        type=Parsed("workload", _full_workload if runs else _workload),
+        type=Parsed("workload", full_workload if runs else _workload),
         metavar="B,Hq,Hkv,Sq,Sk",
         required=required,
         multiple=multiple,

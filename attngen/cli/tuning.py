@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from attngen.cli.model import model_options, plan_of, run_plan, show_plan
 from attngen.cli.options import (
     SECONDS,
     db_option,
     direction_option,
+    directions_of,
     gpu_option,
     json_option,
-    spec_argument,
+    spec_or_model_argument,
     workload_option,
 )
 from attngen.cli.output import microseconds, print_json, table
@@ -24,17 +26,19 @@ from attngen.cli.progress import tuning_progress
 from attngen.cli.records import reading
 from attngen.gpu import GpuInfo
 from attngen.spec import AttentionSpec
-from attngen.workload import Workload
+from attngen.workload import Direction, Workload
 
 if TYPE_CHECKING:
+    from attngen.model_plan import PlannedJob
     from attngen.records import RecordKey
     from attngen.store import Trial
     from attngen.tuner import TuneReport
 
 
 @click.command(cls=Command)
-@spec_argument
-@workload_option(required=True, multiple=True, runs=True)
+@spec_or_model_argument
+@workload_option(multiple=True, runs=True)
+@model_options
 @direction_option("both")
 @click.option(
     "--budget",
@@ -58,7 +62,7 @@ if TYPE_CHECKING:
 @db_option
 @json_option
 def tune(
-    spec: AttentionSpec,
+    spec: AttentionSpec | None,
     workloads: tuple[Workload, ...],
     direction: Literal["both", "fwd", "bwd"],
     budget: float,
@@ -68,26 +72,39 @@ def tune(
     seed: int,
     db: Path | None,
     as_json: bool,
+    dry_run: bool,
+    again: bool,
+    **model: Any,
 ) -> None:
-    """Search for the fastest correct config of a SPEC and store it.
+    """Search for the fastest correct config of a SPEC, or of each in a --model, and store it.
 
     Each trial is stored as it ends: an interrupted run, started again, goes on from there. With
     --gpu for a GPU that is not here, everything but the timing is done and the record is marked
     "predicted"; a measured one always outranks it.
+
+    --model takes a HuggingFace config.json, or a TOML list of [[job]] tables with spec, workload
+    and, if need be, direction and why. What your database holds for its jobs is not tuned again.
     """
     if gpu is not None and gpu.is_interpreter:
         raise click.BadParameter(
             "the interpreter is not tuned; name a GPU, as nvidia_h200", param_hint="'--gpu'"
         )
+    plan = plan_of(spec, workloads, again=again, **model).only(directions_of(direction))
+    whole_model = spec is None
+    if dry_run:
+        show_plan(plan, gpu, db, budget, skip_stored=whole_model and not again, as_json=as_json)
+        return
+
     from attngen.tuner import kept_workers
     from attngen.tuner import tune as search
 
     with tuning_progress(budget) as progress, kept_workers():
-        for workload in workloads:
+
+        def run(job: PlannedJob, directions: tuple[Direction, ...]) -> None:
             reports = search(
-                spec,
-                workload,
-                direction=direction,
+                job.spec,
+                job.workload,
+                direction="both" if len(directions) == 2 else directions[0],
                 gpu=gpu,
                 budget=budget,
                 max_trials=max_trials,
@@ -101,6 +118,12 @@ def tune(
                     print_json(_report_dict(each))
                 else:
                     click.echo(str(each))
+
+        if whole_model:
+            run_plan(plan, gpu, db, run, again=again)
+            return
+        for job in plan.jobs:
+            run(job, job.directions)
 
 
 def _report_dict(report: TuneReport) -> dict[str, Any]:
