@@ -18,6 +18,7 @@ from attngen.tuner.process import Worker, WorkerLostError
 from attngen.tuner.static_check import Compiled, KernelFacts, kernel_objection
 from attngen.workload import Direction, Workload
 
+MODULE = "attngen.tuner.compile_worker"
 COMPILE_TIMEOUT_S = 60.0
 START_TIMEOUT_S = 60.0  # importing torch and triton on a busy machine
 
@@ -165,14 +166,13 @@ class CompilePool:
             "ATTNGEN_INTERPRET": None,
             "CUDA_VISIBLE_DEVICES": "",
         }
-        module = "attngen.tuner.compile_worker"
         capability = str(self._gpu.capability)
         with self._lock:
             if self._closing:
                 raise WorkerLostError("the pool is closed")
             worker = _STOCK.take(capability)
             fresh = worker is None
-            worker = worker or Worker(module, capability, environment=environment)
+            worker = worker or Worker(MODULE, capability, environment=environment)
             self._workers.append(worker)
             self._busy.add(worker)
         if fresh:

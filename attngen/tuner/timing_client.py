@@ -20,7 +20,7 @@ LOAD_TIMEOUT_S = 90.0
 OPEN_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
 
-_MODULE = "attngen.tuner.timing_worker"
+MODULE = "attngen.tuner.timing_worker"
 
 
 class TrialFailedError(Exception):
@@ -67,7 +67,7 @@ class TimingClient:
             self.provenance = Provenance(**hello["provenance"])
 
     def _start(self) -> dict[str, Any]:
-        self._worker = Worker(_MODULE, self._device, environment=self._environment)
+        self._worker = Worker(MODULE, self._device, environment=self._environment)
         try:
             return self._worker.ask({"do": "hello"}, START_TIMEOUT_S)
         except WorkerLostError as error:
