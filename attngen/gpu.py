@@ -111,6 +111,21 @@ def by_name(name: str) -> GpuInfo:
     return KNOWN_GPUS[slug]
 
 
+def from_device_key(key: str) -> GpuInfo | None:
+    """The device that a `device_key` describes, under its key as name; None if it is none."""
+    found = re.fullmatch(r"(\w+)-sm(\d+)-smem(\d+)-l2_(\d+)", key)
+    if found is None:
+        return None
+    sm_count, shared_memory, l2_mib = map(int, found.groups()[1:])
+    return GpuInfo(
+        name=key,
+        arch=found[1],
+        sm_count=sm_count,
+        shared_memory=shared_memory,
+        l2_bytes=l2_mib * MIB,
+    )
+
+
 def slug_of(name: str) -> str:
     """`NVIDIA H200` -> `nvidia_h200`."""
     return re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")

@@ -42,7 +42,7 @@ def _files(folder: Path, *suffixes: str) -> set[str]:
 
 def test_wheel_holds_modules_templates_and_records(wheel: zipfile.ZipFile) -> None:
     names = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    wanted = {f"attngen/{name}" for name in _files(REPO / "attngen", ".py", ".typed")}
+    wanted = {f"attngen/{name}" for name in _files(REPO / "attngen", ".py", ".typed", ".jinja")}
     wanted |= {f"attngen/templates/{name}" for name in _files(REPO / "templates", ".jinja", ".md")}
     wanted |= {f"attngen/tuning_db/{name}" for name in _files(REPO / "tuning_db", ".jsonl", ".md")}
     assert "attngen/templates/parts/attend.py.jinja" in wanted

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,6 +11,7 @@ import click
 from attngen.cli.model import model_options, plan_of, run_plan, show_plan
 from attngen.cli.options import (
     SECONDS,
+    FilePath,
     db_option,
     direction_option,
     directions_of,
@@ -20,7 +20,7 @@ from attngen.cli.options import (
     spec_or_model_argument,
     workload_option,
 )
-from attngen.cli.output import microseconds, print_json, table
+from attngen.cli.output import microseconds, print_json, table, write_whole
 from attngen.cli.program import Command, say
 from attngen.cli.progress import tuning_progress
 from attngen.cli.records import reading
@@ -31,7 +31,7 @@ from attngen.workload import Direction, Workload
 if TYPE_CHECKING:
     from attngen.model_plan import PlannedJob
     from attngen.records import RecordKey
-    from attngen.store import Trial
+    from attngen.store import Store, Trial
     from attngen.tuner import TuneReport
 
 
@@ -136,10 +136,32 @@ def _report_dict(report: TuneReport) -> dict[str, Any]:
 @gpu_option
 @db_option
 @json_option
-def report(gpu: GpuInfo | None, db: Path | None, as_json: bool) -> None:
+@click.option(
+    "--html",
+    type=FilePath(allow_dash=True),
+    metavar="FILE",
+    help="Write a page instead: roofline, speed, searches, failures, winners; '-' is stdout.",
+)
+@click.option(
+    "--bench",
+    type=FilePath(exists=True),
+    multiple=True,
+    metavar="FILE",
+    help="Output of `attngen bench --json`, for peers' times on the page; repeatable.",
+)
+def report(
+    gpu: GpuInfo | None, db: Path | None, as_json: bool, html: Path | None, bench: tuple[Path, ...]
+) -> None:
     """Sum up what tuning has tried: trials by outcome, and the best, for each key."""
+    if html is not None and as_json:
+        raise click.UsageError("--html and --json exclude each other; keep one")
+    if bench and html is None:
+        raise click.UsageError("--bench is for the page; add --html FILE")
     with reading(db) as store:
-        keys = _trial_keys(store.path) if store.path.exists() else []
+        if html is not None:
+            _write_page(store, gpu, html, bench)
+            return
+        keys = store.trial_keys()
         keys = [key for key in keys if gpu is None or key.device_key == gpu.device_key]
         tried = [(key, store.trials(key)) for key in keys]
     if as_json:
@@ -151,18 +173,21 @@ def report(gpu: GpuInfo | None, db: Path | None, as_json: bool) -> None:
         say(f"no trial is stored in {store.path}; `attngen tune` makes them")
 
 
-def _trial_keys(path: Path) -> list[RecordKey]:
-    """The keys that were tuned, with a winner or without one."""
-    from attngen.records import RecordKey
-    from attngen.schema import PROC_MOUNTS, open_reader
+def _write_page(store: Store, gpu: GpuInfo | None, target: Path, bench: tuple[Path, ...]) -> None:
+    if any(
+        each.exists() and target.exists() and target.samefile(each) for each in (store.path, *bench)
+    ):
+        raise click.BadParameter(
+            f"{target} is what the page is made of; name another file", param_hint="'--html'"
+        )
+    from attngen.report import html
 
-    names = [field.name for field in fields(RecordKey)]
-    db = open_reader(path, PROC_MOUNTS)
-    try:
-        rows = db.query(f"select distinct {', '.join(names)} from trials order by text_key, bucket")
-        return [RecordKey(**row) for row in rows]
-    finally:
-        db.close()
+    page = html(store, gpu=gpu, bench=bench)
+    if str(target) == "-":
+        click.echo(page, nl=False)
+    else:
+        write_whole(target, page)
+        say(f"wrote {target}")
 
 
 def _summary(key: RecordKey, trials: list[Trial]) -> dict[str, Any]:
