@@ -17,9 +17,10 @@ from torch import Tensor
 from attngen import interpreter
 from attngen.checks import check_tensors
 from attngen.errors import DtypeError, SpecError
+from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
-from attngen.resolve import device_index_of, on_reset, parsed, resolve
+from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.spec import AttentionSpec
 from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket

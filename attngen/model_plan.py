@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from attngen.errors import SpecError, UnsupportedSpecError, nearest
 from attngen.model_config import PHASES, Layers, Phase, Skipped, read_config
 from attngen.spec import AttentionSpec
 from attngen.values import shown
-from attngen.workload import DIRECTIONS, Direction, Workload, check_direction, spec_bucket
+from attngen.workload import DIRECTIONS, Bucket, Direction, Workload, check_direction, spec_bucket
 
 SEQLENS = (2048, 8192)
 """Default lengths. A record also serves one step up or down, so these cover 1024 to 16384."""
@@ -89,6 +89,37 @@ class _Jobs:
 
     def all(self) -> tuple[PlannedJob, ...]:
         return tuple(self._jobs)
+
+
+def plan_stored(keys: Iterable[tuple[str, str]]) -> Plan:
+    """The jobs behind stored records: for each (text_key, bucket key) the largest workload.
+
+    Numbers that the text forgets (scale, softcap, dropout) are representative ones, windows those
+    of the bucket.
+    """
+    jobs = _Jobs()
+    skipped = []
+    for text_key, bucket_key in keys:
+        bucket = Bucket.parse(bucket_key)
+        if bucket.workload is None:
+            skipped.append(
+                Skipped(bucket_key, text_key, "its record serves all sizes; tune it by SPEC")
+            )
+            continue
+        spec = AttentionSpec.parse(text_key)
+        spec = replace(spec, window=_window_of(spec, bucket.window))
+        jobs.add(spec, bucket.workload, (bucket.direction,), "")
+    return Plan(jobs.all(), tuple(skipped))
+
+
+def _window_of(spec: AttentionSpec, keys: int) -> tuple[int | None, int | None] | None:
+    """A window of the spec's sides in which a query sees that many keys."""
+    sides = [spec.has_window_left, spec.has_window_right and not spec.is_causal]
+    if not any(sides):
+        return None
+    share = max(keys - 1, 0) // sum(sides)
+    left, right = (share if closed else None for closed in sides)
+    return left, right
 
 
 def plan_model(

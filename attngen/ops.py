@@ -22,8 +22,8 @@ from torch.autograd import forward_ad
 
 from attngen import calls, transforms
 from attngen.errors import UnsupportedSpecError
+from attngen.identity import parsed
 from attngen.memory import empty_bshd
-from attngen.resolve import parsed
 
 _USE_MATH = "compute it with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
 _NO_SECOND = (

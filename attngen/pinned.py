@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from attngen import resolve
 from attngen.config import KernelConfig
 from attngen.gpu import GpuInfo
+from attngen.identity import record_key
 from attngen.lookup import Found
 from attngen.records import RecordKey
 from attngen.spec import AttentionSpec
@@ -29,7 +30,7 @@ def pinned(configs: Mapping[Direction, KernelConfig]) -> Iterator[None]:
         config = configs.get(bucket.direction)
         if config is None:
             return look_up(spec, bucket, gpu)
-        return config, Found(None, "default", ["pinned"]), resolve.record_key(spec, bucket, gpu)
+        return config, Found(None, "default", ["pinned"]), record_key(spec, bucket, gpu)
 
     resolve.reset()
     resolve.find = find

@@ -7,7 +7,6 @@ after a broadcast cannot change config in mid-run; `reset` (attngen.reload) forg
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 import threading
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,10 +15,10 @@ from attngen import gpu as gpus
 from attngen import interpreter
 from attngen.config import KernelConfig, default_config, infeasible, with_tiles
 from attngen.gpu import GpuInfo
+from attngen.identity import parsed, record_key
 from attngen.kernel import Kernel, kernel
 from attngen.lookup import EXACT_TIERS, Found, lookup
-from attngen.records import POLICY, RecordKey, minor_of, shipped
-from attngen.render import template_hash
+from attngen.records import RecordKey, shipped
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.workload import Bucket
@@ -35,25 +34,6 @@ class Resolved:
     found: Found
     key: RecordKey
     gpu: GpuInfo
-
-
-@functools.cache
-def triton_minor() -> str:
-    """Version of the installed Triton as "major.minor", without importing it."""
-    return minor_of(importlib.metadata.version("triton"))
-
-
-def record_key(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> RecordKey:
-    """The key under which the tuner stores, and the look-up seeks, a record."""
-    text = spec.text_of(bucket.direction)
-    return RecordKey(
-        text_key=text.text_key,
-        template_hash=template_hash(text, bucket.direction),
-        bucket=bucket.key,
-        device_key=gpu.device_key,
-        triton=triton_minor(),
-        policy=POLICY,
-    )
 
 
 @functools.cache
@@ -120,12 +100,6 @@ def _resolve(text_key: str, bucket: Bucket, device_index: int | None) -> Resolve
     by_pointer = kernel(spec, with_tiles(config, "pointer"), interpret)
     best = kernel(spec, config, interpret) if config.tiles != "pointer" else by_pointer
     return Resolved(best, by_pointer, found, key, gpu)
-
-
-@functools.lru_cache(maxsize=1024)
-def parsed(text_key: str) -> AttentionSpec:
-    """The spec a text key stands for; parsed once a process."""
-    return AttentionSpec.parse(text_key)
 
 
 _ON_RESET: list[Any] = []

@@ -85,6 +85,15 @@ class Bucket:
             f"-g{self.group_size}-w{self.window}-p{self.page_size}"
         )
 
+    @property
+    def workload(self) -> Workload | None:
+        """The largest workload of the bucket, batch 1; None for the bucket of all sizes."""
+        if self.batch_heads == 0:
+            return None
+        heads_kv = max(1, self.batch_heads // self.group_size)
+        heads_q = heads_kv * self.group_size
+        return Workload(1, heads_q, heads_kv, self.seqlen_q, self.seqlen_k)
+
     @classmethod
     def parse(cls, key: str) -> Bucket:
         """The inverse of `key`."""

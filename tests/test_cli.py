@@ -493,7 +493,7 @@ def put_tuner(monkeypatch: pytest.MonkeyPatch, tune: Any) -> None:
 
 def test_tune_hands_every_option_on(fake_tune: list[dict[str, Any]], tmp_path: Path) -> None:
     sizes = ("--workload", SIZES, "--workload", "2,2,1,8,8")
-    limits = ("--budget", 5, "--max-trials", 7, "--exhaustive", "--seed", 3)
+    limits = ("--budget", 5, "--max-trials", 7, "--exhaustive", "--seed", 3, "--revalidate")
     result = attngen(
         "tune",
         SPEC,
@@ -518,6 +518,7 @@ def test_tune_hands_every_option_on(fake_tune: list[dict[str, Any]], tmp_path: P
         "max_trials": 7,
         "seed": 3,
         "exhaustive": True,
+        "revalidate": True,
         "store": tmp_path / "t.db",
     }
 
@@ -605,7 +606,7 @@ def test_emit_writes_a_file(tmp_path: Path) -> None:
 
 
 def test_explain_uses_the_users_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from attngen.resolve import record_key
+    from attngen.identity import record_key
     from attngen.workload import Workload, spec_bucket
 
     spec, h200 = AttentionSpec.parse(KEY.text_key), by_name("nvidia_h200")

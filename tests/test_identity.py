@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from samples import MEASURED
 
 from attngen import render
 from attngen.config import infeasible
 from attngen.gpu import GpuInfo, by_name
-from attngen.resolve import record_key
+from attngen.identity import record_key, stale_in
 from attngen.spec import AttentionSpec
 from attngen.workload import DIRECTIONS, Direction, Workload, spec_bucket
 
@@ -111,3 +112,14 @@ def test_template_hash_changes_iff_a_kernel_does(
     finally:
         monkeypatch.undo()
         render.template_hash.cache_clear()
+
+
+def test_stale_in_names_what_differs() -> None:
+    at = spec_bucket("fwd", BASE, SIZES)
+    now = replace(MEASURED, key=record_key(BASE, at, H200))
+    assert stale_in(now) == []
+    (triton,) = stale_in(replace(now, key=replace(now.key, triton="3.99")))
+    assert triton.startswith("triton 3.99, here 3.")
+    assert stale_in(replace(now, key=replace(now.key, template_hash="other"))) == ["templates"]
+    (spec,) = stale_in(replace(now, key=replace(now.key, text_key="head_dim=0")))
+    assert spec.startswith("spec: ")

@@ -23,6 +23,7 @@ LIGHT = ["attngen"] + [
         "values",
         "model_config",
         "model_plan",
+        "identity",
     )
 ]
 

@@ -24,6 +24,7 @@ from samples import (
 
 from attngen import records, resolve
 from attngen.config import BwdConfig, KernelConfig
+from attngen.identity import record_key
 from attngen.lookup import lookup
 from attngen.records import Record, shipped
 from attngen.spec import AttentionSpec
@@ -160,7 +161,7 @@ def test_a_deterministic_spec_is_served_by_what_won_among_all_configs(
     monkeypatch.setenv("ATTNGEN_DB", str(tmp_path / "tuning.db"))
     spec, gpu = AttentionSpec(head_dim=128, deterministic=True), H200
     bucket = spec_bucket("bwd", spec, Workload(2, 8, 8, 777, 777))
-    key = resolve.record_key(replace(spec, deterministic=False), bucket, gpu)
+    key = record_key(replace(spec, deterministic=False), bucket, gpu)
     tile = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}
     for dq, served in (("kernel", "user"), ("atomic", "default")):
         config = BwdConfig(dq=dq, **tile)
@@ -177,7 +178,6 @@ def test_a_forward_has_one_key_whether_deterministic_or_not() -> None:
     gpu, sizes = H200, Workload(2, 8, 8, 777, 777)
     for direction in DIRECTIONS:
         keys = {
-            resolve.record_key(spec, spec_bucket(direction, spec, sizes), gpu)
-            for spec in (free, fixed)
+            record_key(spec, spec_bucket(direction, spec, sizes), gpu) for spec in (free, fixed)
         }
         assert len(keys) == (1 if direction == "fwd" else 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -17,11 +18,11 @@ from samples import H200, MEASURED
 
 from attngen.cli import main
 from attngen.errors import NoFeasibleConfigError, SpecError
-from attngen.model_plan import Plan, plan_list, plan_model
-from attngen.resolve import record_key
+from attngen.identity import record_key
+from attngen.model_plan import Plan, plan_list, plan_model, plan_stored
 from attngen.spec import AttentionSpec
 from attngen.store import Store
-from attngen.workload import Workload, spec_bucket
+from attngen.workload import DIRECTIONS, Workload, spec_bucket
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -646,3 +647,48 @@ def test_interrupt_keeps_what_is_done(
     result = tune("--model", file(tmp_path, LLAMA3), "--gpu", "sm_80")
     assert result.exit_code == 130
     assert "run the same command to go on" in result.stderr
+
+
+STORED_SPECS = [
+    AttentionSpec(head_dim=64, causal=True),
+    AttentionSpec(head_dim=64, window=(500, None)),
+    AttentionSpec(head_dim=64, window=(100, 200), softcap=9.0),
+    AttentionSpec(head_dim=64, causal=True, window=(1023, None), dropout_p=0.1),
+]
+
+
+@pytest.mark.parametrize("spec", STORED_SPECS, ids=str)
+def test_a_stored_key_becomes_a_job_of_that_very_key(spec: AttentionSpec) -> None:
+    for group, batch, kv, rows, keys in itertools.product(
+        (1, 3, 7, 8), (1, 3), (1, 8), (1, 100, 4096), (5, 4096)
+    ):
+        for direction in DIRECTIONS:
+            bucket = spec_bucket(direction, spec, Workload(batch, group * kv, kv, rows, keys))
+            (job,) = plan_stored([(spec.text_key, bucket.key)]).jobs
+            assert job.spec.text_key == spec.text_key
+            assert spec_bucket(direction, job.spec, job.workload) == bucket
+            assert job.directions == (direction,)
+
+
+def test_a_stored_record_of_all_sizes_is_skipped_and_said() -> None:
+    spec = AttentionSpec(head_dim=64, batch_invariant=True)
+    bucket = spec_bucket("fwd", spec, Workload(1, 1, 1, 8, 8))
+    plan = plan_stored([(spec.text_key, bucket.key)])
+    assert not plan.jobs
+    (skipped,) = plan.skipped
+    assert (skipped.what, skipped.spec) == (bucket.key, spec.text_key)
+
+
+def test_revalidate_without_a_spec_takes_what_is_stored(tmp_path: Path) -> None:
+    db = tmp_path / "tuning.db"
+    with Store.open(db) as store:
+        store.record_winner(MEASURED)
+    arguments = ["tune", "--revalidate", "--db", str(db), "--gpu"]
+    shown = CliRunner().invoke(main, [*arguments, "nvidia_h200", "--dry-run", "--json"])
+    jobs = [json.loads(line) for line in shown.stdout.splitlines()]
+    assert [(j["text_key"], j["buckets"]) for j in jobs[:-1]] == [
+        (MEASURED.key.text_key, [MEASURED.key.bucket])
+    ]
+    nothing = CliRunner().invoke(main, [*arguments, "nvidia_a100"])
+    assert nothing.exit_code == 1
+    assert f"{db} holds no winner for nvidia_a100" in nothing.stderr

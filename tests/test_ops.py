@@ -24,8 +24,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import attngen.ops
 from attngen import calls
 from attngen.dropout import seed_tensor
+from attngen.identity import parsed
 from attngen.pinned import pinned
-from attngen.resolve import parsed
 
 fwd, bwd = torch.ops.attngen.fwd, torch.ops.attngen.bwd
 

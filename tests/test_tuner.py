@@ -12,8 +12,8 @@ import pytest
 from attngen.config import FwdConfig, KernelConfig
 from attngen.errors import NoFeasibleConfigError, SpecError, TuningError
 from attngen.gpu import by_name
+from attngen.identity import record_key
 from attngen.records import Provenance
-from attngen.resolve import record_key
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.tuner import session as sessions

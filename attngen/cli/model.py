@@ -16,7 +16,7 @@ from attngen.cli.records import reading
 from attngen.errors import NoFeasibleConfigError, SpecError, TuningError, nearest
 from attngen.gpu import GpuInfo
 from attngen.model_config import PHASES, Phase
-from attngen.model_plan import Plan, PlannedJob, plan_list, plan_model, read_file
+from attngen.model_plan import Plan, PlannedJob, plan_list, plan_model, plan_stored, read_file
 from attngen.spec import DTYPES, AttentionSpec
 from attngen.workload import Direction, Workload, spec_bucket
 
@@ -125,6 +125,21 @@ def plan_of(
     return plan
 
 
+def plan_of_stored(gpu: GpuInfo | None, db: Path | None) -> Plan:
+    """The jobs behind every winner that the database holds for a GPU."""
+    where = device(gpu)
+    with reading(db) as store:
+        keys = [record.key for record in store.winners()]
+        path = store.path
+    plan = plan_stored((k.text_key, k.bucket) for k in keys if k.device_key == where.device_key)
+    if not plan.jobs:
+        raise TuningError(
+            f"{path} holds no winner for {where.name} to revalidate; `attngen list` shows what it "
+            "holds, `attngen tune SPEC --workload ...` makes one"
+        )
+    return plan
+
+
 def _plan_of_spec(
     spec: AttentionSpec | None, workloads: tuple[Workload, ...], given: dict[str, Any]
 ) -> Plan:
@@ -161,8 +176,8 @@ class _Held:
 def _held(job: PlannedJob, direction: Direction, gpu: GpuInfo, store: Store, here: bool) -> _Held:
     """What serves a job on a GPU: only an exact, current record counts."""
     from attngen.config import infeasible
+    from attngen.identity import record_key
     from attngen.lookup import lookup
-    from attngen.resolve import record_key
 
     spec = job.spec.text
     bucket = spec_bucket(direction, job.spec, job.workload)

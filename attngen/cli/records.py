@@ -49,7 +49,12 @@ def reading(path: Path | None) -> Iterator[Store]:
 @db_option
 @json_option
 def list_(gpu: GpuInfo | None, db: Path | None, as_json: bool) -> None:
-    """List stored and shipped winners, one a line."""
+    """List stored and shipped winners, one a line.
+
+    One of another Triton or of other templates is stale: it serves where there is none of these,
+    and `attngen tune --revalidate` brings it up to date.
+    """
+    from attngen.identity import stale_in
     from attngen.records import shipped
 
     with reading(db) as store:
@@ -58,7 +63,7 @@ def list_(gpu: GpuInfo | None, db: Path | None, as_json: bool) -> None:
     found = [each for each in found if gpu is None or each[1].key.device_key == gpu.device_key]
     if as_json:
         for source, record in found:
-            print_json(record.as_dict() | {"source": source})
+            print_json(record.as_dict() | {"source": source, "stale": stale_in(record)})
     elif found:
         click.echo(_winners(found))
     else:
@@ -67,7 +72,9 @@ def list_(gpu: GpuInfo | None, db: Path | None, as_json: bool) -> None:
 
 
 def _winners(found: list[tuple[str, Record]]) -> str:
-    head = ("source", "gpu", "bucket", "spec", "us", "vs default", "origin", "date", "config")
+    from attngen.identity import stale_in
+
+    names = ("source", "gpu", "bucket", "spec", "us", "vs default", "origin", "stale", "date")
     rows = [
         (
             source,
@@ -77,12 +84,13 @@ def _winners(found: list[tuple[str, Record]]) -> str:
             microseconds(record.median_us),
             f"{record.gain:.2f}x" if record.gain else "-",
             record.origin,
+            "; ".join(stale_in(record)) or "-",
             record.date,
             record.kernel_config.key,
         )
         for source, record in found
     ]
-    return table(head, sorted(rows, key=lambda row: (row[1], row[3], row[2], row[0])))
+    return table((*names, "config"), sorted(rows, key=lambda row: (row[1], row[3], row[2], row[0])))
 
 
 @click.command("export", cls=Command)

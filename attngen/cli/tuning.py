@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from attngen.cli.model import model_options, plan_of, run_plan, show_plan
+from attngen.cli.model import model_options, plan_of, plan_of_stored, run_plan, show_plan
 from attngen.cli.options import (
     SECONDS,
     FilePath,
@@ -59,6 +59,12 @@ if TYPE_CHECKING:
     metavar="N",
     help="Seed of the search.",
 )
+@click.option(
+    "--revalidate",
+    is_flag=True,
+    help="Time the stored top 16 again and search no further; without a SPEC, for every winner "
+    "that the database holds for the GPU.",
+)
 @db_option
 @json_option
 def tune(
@@ -70,6 +76,7 @@ def tune(
     max_trials: int | None,
     exhaustive: bool,
     seed: int,
+    revalidate: bool,
     db: Path | None,
     as_json: bool,
     dry_run: bool,
@@ -84,13 +91,19 @@ def tune(
 
     --model takes a HuggingFace config.json, or a TOML list of [[job]] tables with spec, workload
     and, if need be, direction and why. What your database holds for its jobs is not tuned again.
+
+    After an upgrade of Triton or attngen, --revalidate brings stored winners up to date in seconds.
     """
     if gpu is not None and gpu.is_interpreter:
         raise click.BadParameter(
             "the interpreter is not tuned; name a GPU, as nvidia_h200", param_hint="'--gpu'"
         )
-    plan = plan_of(spec, workloads, again=again, **model).only(directions_of(direction))
+    if revalidate and spec is None and not any(model.values()) and not workloads:
+        plan = plan_of_stored(gpu, db).only(directions_of(direction))
+    else:
+        plan = plan_of(spec, workloads, again=again, **model).only(directions_of(direction))
     whole_model = spec is None
+    again = again or revalidate
     if dry_run:
         show_plan(plan, gpu, db, budget, skip_stored=whole_model and not again, as_json=as_json)
         return
@@ -110,6 +123,7 @@ def tune(
                 max_trials=max_trials,
                 seed=seed,
                 exhaustive=exhaustive,
+                revalidate=revalidate,
                 store=db,
                 progress=progress,
             )

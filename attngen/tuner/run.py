@@ -10,7 +10,7 @@ from typing import Any, Literal
 from attngen import gpu as gpus
 from attngen.errors import SpecError, TuningError
 from attngen.gpu import GpuInfo
-from attngen.resolve import record_key
+from attngen.identity import record_key
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.tuner.compile_pool import CompilePool, kept_workers
