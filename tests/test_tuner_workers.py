@@ -11,12 +11,13 @@ import time
 import pytest
 import torch
 
+from attngen import kernel as kernels
 from attngen.config import BwdConfig, FwdConfig
 from attngen.errors import TuningError
 from attngen.gpu import by_name
 from attngen.spec import AttentionSpec
 from attngen.store import Store
-from attngen.tuner import compile_pool, gate, tune
+from attngen.tuner import case, compile_pool, gate, tune
 from attngen.tuner.compile_pool import CompilePool
 from attngen.tuner.process import Worker, WorkerLostError
 from attngen.tuner.static_check import check, objection
@@ -181,3 +182,35 @@ def test_tune_on_the_gpu(tmp_path, named):
     again = tune(spec, sizes, **how)
     assert [r.measured for r in again] == [0, 0]
     assert [r.record for r in again] == [r.record for r in reports]
+
+
+PLANTED = {
+    # (a piece of the forward, what takes its place): right wherever tiles divide the lengths
+    "ragged": ("tl.store(lse_ptr", "acc = tl.where(seqlen_k % BLOCK_N == 0, acc, acc * 1.1)\n"),
+    # right on every small shape
+    "tuned-size": ("tl.store(lse_ptr", "acc = tl.where(seqlen_k < 300, acc, acc * 1.1)\n"),
+}
+
+
+@pytest.mark.parametrize("where", PLANTED)
+def test_a_planted_bug_cannot_win(where, monkeypatch):
+    """One shows only where no tile divides a length, the other only at the tuned size."""
+    piece, planted = PLANTED[where]
+    write = kernels.render
+
+    def render(*what):
+        text = write(*what)
+        assert text.count(f"    {piece}") == 1
+        return text.replace(f"    {piece}", f"    {planted}    {piece}")
+
+    monkeypatch.setattr(kernels, "render", render)
+    kernels.kernel.cache_clear()
+    try:
+        small = gate.SmallGate(SPEC, "fwd", 2, "cpu").check(FWD)
+        tuned = case.make(SPEC, Workload(1, 2, 1, 320, 320), "cpu", backward=False)
+        large = gate.sampled(tuned, FWD)
+    finally:
+        kernels.kernel.cache_clear()
+    assert small.ok == (where == "tuned-size")
+    assert large.ok == (where == "ragged")
+    assert "out is wrong" in (large if small.ok else small).detail
