@@ -306,7 +306,8 @@ def sdpa(
     """What `torch.nn.functional.scaled_dot_product_attention` means, by an attngen kernel.
 
     Args:
-        query, key, value: (..., heads, seqlen, dim), any number of leading dims.
+        query, key, value: (..., heads, seqlen, dim), at least 3 dims; leading dims are equal, where
+            SDPA broadcasts them.
         attn_mask: not built yet.
         dropout_p: drops whenever it is > 0, as SDPA does; pass 0.0 in evaluation.
         is_causal: top-left aligned (key j visible iff j <= i).

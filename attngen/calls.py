@@ -8,6 +8,7 @@ as such views.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -48,7 +49,29 @@ class _Call(NamedTuple):
 
 _CALLS: dict[tuple[Any, ...], _Call] = {}
 _MAX_CALLS = 4096
-on_reset(_CALLS.clear)
+_LOCK = threading.Lock()
+_resets = 0
+
+
+def _forget() -> None:
+    global _resets
+    with _LOCK:
+        _resets += 1
+        _CALLS.clear()
+
+
+def _remember(at: tuple[Any, ...], call: _Call, resets: int) -> None:
+    """Keep a call, unless what it was resolved from has been forgotten meanwhile."""
+    with _LOCK:
+        if resets != _resets:
+            return
+        if len(_CALLS) >= _MAX_CALLS:
+            for oldest in list(_CALLS)[: _MAX_CALLS // 2]:
+                del _CALLS[oldest]
+        _CALLS[at] = call
+
+
+on_reset(_forget)
 
 
 def forward(
@@ -149,13 +172,14 @@ def _settled(
     extra: Sequence[Tensor | None],
     scalars: Sequence[float],
     ints: Sequence[int],
-    memory: list[_Memory],
+    results: list[_Memory],
 ) -> _Call:
     """The call of a layout that kernels can take; `tiles` are what descriptors must address."""
     at = _layout(text_key, inputs, scalars, ints)
     call = _CALLS.get(at)
     if call is not None:
         return call
+    resets = _resets
     spec = parsed(text_key)
     named = dict(zip(spec.int_args, ints, strict=True))
     q, k, *_ = tiles
@@ -170,6 +194,7 @@ def _settled(
     kernel = resolved.kernel
     if kernel is not resolved.by_pointer and not addressable(*tiles):
         kernel = resolved.by_pointer
+    memory = [*results]
     if direction == "bwd":
         memory.append(_float32(batch, heads, 2, -(-seqlen_q // 128) * 128))
         if kernel.config.dq == "atomic":  # type: ignore[union-attr]  # a backward config
@@ -177,9 +202,8 @@ def _settled(
     numbers = _numbers(spec, named, seqlen_q, k.shape[2])
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     run = kernel.prepared(numbers, keywords=("seed",) if extra else ())
-    if len(_CALLS) >= _MAX_CALLS:
-        _CALLS.clear()
-    call = _CALLS[at] = _Call(run, device, memory)
+    call = _Call(run, device, memory)
+    _remember(at, call, resets)
     return call
 
 

@@ -205,8 +205,15 @@ def compute_dtype(q: Any) -> str:
     """The dtype a functional call computes in: q's, or autocast's."""
     if not isinstance(q, Tensor):
         check_kinds({"q": q})
-    dtype = torch.get_autocast_dtype(q.device.type) if _autocasts(q) else q.dtype
+    dtype = q.dtype
+    if _autocasts(q) and is_cast(dtype):
+        dtype = torch.get_autocast_dtype(q.device.type)
     return str(dtype).removeprefix("torch.")
+
+
+def is_cast(dtype: torch.dtype) -> bool:
+    """Does autocast cast tensors of this dtype? As torch does: not float64, and no integers."""
+    return dtype.is_floating_point and dtype != torch.float64
 
 
 def _autocasts(q: Tensor) -> bool:
@@ -243,6 +250,11 @@ def check_tensors(
     q: Tensor, k: Tensor, v: Tensor, head_dim: int | None = None, head_dim_v: int | None = None
 ) -> None:
     """Kinds, shapes and devices of q, k, v as (batch, heads, seqlen, dim)."""
+    if torch._C._get_tracing_state() is not None:
+        raise SpecError(
+            "torch.jit.trace would hold this call's sizes for ever; use torch.export or "
+            "torch.compile"
+        )
     check_kinds({"q": q, "k": k, "v": v})
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:

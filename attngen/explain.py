@@ -60,8 +60,8 @@ class Choice:
         ]
         if record and record.median_us is not None:
             lines.append(
-                f"  measured {record.median_us:.1f} us, default {record.default_us:.1f} us "
-                f"({record.date}, {record.rounds} rounds)"
+                f"  measured {record.median_us:.1f} us, the default of then "
+                f"{record.default_us:.1f} us ({record.date}, {record.rounds} rounds)"
             )
         elif record:
             lines.append(f"  measured never: origin {record.origin} ({record.date})")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attngen.config import KernelConfig
 from attngen.errors import KernelCompileError
-from attngen.launcher import Bound, bind, launch, may_bind
+from attngen.launcher import Bound, bind, interprets, launch, may_bind
 from attngen.paths import kernel_dir
 from attngen.render import direction_of, render
 from attngen.spec import AttentionSpec
@@ -134,7 +134,7 @@ class Kernel:
     def __init__(self, spec: AttentionSpec, config: KernelConfig, *, interpret: bool) -> None:
         self.spec = spec.text
         self.config = config
-        self.interpret = interpret
+        self.interpret = interpret or interprets()
         self.path = emit(spec, config)
         self.module = load(self.path, interpret=interpret)
 
@@ -175,21 +175,25 @@ class Prepared:
     def __call__(self, tensors: Tensors) -> None:
         """Run on the current stream. Shapes, strides and dtypes are those of the first call, and
         pointers multiples of 16 bytes."""
-        if self._bound is not None and may_bind():
-            self._bound(tensors)
+        if not may_bind() or self._kernel.interpret:
+            positional, named = self._split(tensors)
+            self._kernel(*positional, **named, **self._numbers)
             return
-        count = len(tensors) - len(self._keywords)
-        if self._kernel.interpret or not may_bind():
-            named = dict(zip(self._keywords, tensors[count:], strict=True))
-            self._kernel(*tensors[:count], **named, **self._numbers)
-            return
-        apart = tuple(None if x is None else x.detach() for x in tensors)  # q may be k
-        named = dict(zip(self._keywords, apart[count:], strict=True))
         try:
-            plan = self._kernel.module.plan(*apart[:count], **named, **self._numbers)
-            self._bound = bind(plan, apart)
+            if self._bound is None:
+                apart = tuple(None if x is None else x.detach() for x in tensors)  # q may be k
+                positional, named = self._split(apart)
+                plan = self._kernel.module.plan(*positional, **named, **self._numbers)
+                self._bound = bind(plan, apart)
+            else:
+                self._bound(tensors)
         except Exception as error:
             raise explained(error, self._kernel.path, self._kernel.spec) from error
+
+    def _split(self, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
+        """Those that plan() takes by position, and those by keyword."""
+        count = len(tensors) - len(self._keywords)
+        return tensors[:count], dict(zip(self._keywords, tensors[count:], strict=True))
 
 
 def _run_interpreted(plan: list[Any]) -> None:

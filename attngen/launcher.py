@@ -80,6 +80,11 @@ def may_bind() -> bool:
     return _is_checked and not hooks.launch_enter_hook.calls and not hooks.launch_exit_hook.calls
 
 
+def interprets() -> bool:
+    """Does TRITON_INTERPRET make interpreted functions of all kernels, on a GPU too?"""
+    return bool(triton.knobs.runtime.interpret)
+
+
 def launch(plan: list[Any]) -> None:
     """Run the launches of a plan in the ordinary way, compiling what is not compiled."""
     for kernel, grid, arguments, constants in plan:

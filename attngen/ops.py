@@ -21,6 +21,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from attngen import calls, transforms
+from attngen.checks import is_cast
 from attngen.errors import UnsupportedSpecError
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
@@ -71,31 +72,46 @@ def forward(
     The dispatcher's two passes through Python (Autograd, then the device) cost more than a launch.
     Modes, functorch transforms, tensor subclasses and autocast still go through it.
     """
-    if torch.is_grad_enabled():
-        _refuse_unsupported_derivatives(q, k, v)
     if not _is_plain(q, k, v) or torch.is_autocast_enabled(q.device.type):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]
+    _refuse_unsupported_derivatives(q, k, v)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        return _Direct.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]
+        return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
     """Would the dispatcher do nothing but find the kernel?"""
-    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_compiling()
+    ):
         return False
-    return all(type(x) in _PLAIN and (x is None or not x.is_meta) for x in tensors)
+    return all(
+        x is None or (type(x) in _PLAIN and not x.is_meta and not x.is_neg()) for x in tensors
+    )
 
 
-_PLAIN = (Tensor, torch.nn.Parameter, type(None))
+def _is_batched(*grads: Tensor | None) -> bool:
+    """By autograd's own vmap (`is_grads_batched=True`)?"""
+    is_legacy = torch._C._functorch.is_legacy_batchedtensor
+    return any(x is not None and is_legacy(x) for x in grads)
 
 
-class _Attention(torch.autograd.function._SingleLevelFunction):
+_PLAIN = (Tensor, torch.nn.Parameter)
+# Compiled autograd asks each Function for it; the single-level base has none.
+_COMPILED_KEY = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
+class AttngenAttention(torch.autograd.function._SingleLevelFunction):
     """Gradients of `attngen::fwd`: one call of `attngen::bwd`.
 
     Single-level, because under torch.func the dispatcher has already peeled the other levels off
-    when it comes to the Autograd key.
+    when it comes to the Autograd key. A profiler shows its name.
     """
+
+    _compiled_autograd_key = _COMPILED_KEY
 
     @staticmethod
     def forward(
@@ -118,7 +134,7 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
         if dout is None and dlse is None:
             return nothing
         tensors = (q, k, v, out, lse, dout, dlse)
-        direct = not torch.is_grad_enabled() and _is_plain(*tensors)
+        direct = not torch.is_grad_enabled() and _is_plain(*tensors) and not _is_batched(*grads)
         bwd: Any = calls.backward if direct else torch.ops.attngen.bwd
         dq, dk, dv = bwd(ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
         needed = ctx.needs_input_grad[3:6]
@@ -126,7 +142,7 @@ class _Attention(torch.autograd.function._SingleLevelFunction):
         return (None, None, None, *found, *(None,) * len(extra))
 
 
-class _Direct(_Attention):
+class AttngenDirect(AttngenAttention):
     """The same without the dispatcher."""
 
     @staticmethod
@@ -138,6 +154,8 @@ class _Direct(_Attention):
 
 class _Once(torch.autograd.function._SingleLevelFunction):
     """`attngen::bwd` under autograd: computes, and refuses to be differentiated again."""
+
+    _compiled_autograd_key = _COMPILED_KEY
 
     @staticmethod
     def forward(ctx: Any, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -177,7 +195,7 @@ def _autograd_forward(
     _refuse_unsupported_derivatives(q, k, v)
     direct = _is_plain(q, k, v)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-        function = _Direct if direct else _Attention
+        function = AttngenDirect if direct else AttngenAttention
         return list(_apply(function, text_key, scalars, ints, q, k, v, *extra))
     if direct:
         return calls.forward(text_key, q, k, v, extra, scalars, ints)
@@ -201,7 +219,7 @@ def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
     ) -> Any:
         wanted = getattr(torch, parsed(text_key).dtype)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            q, k, v = (x.to(wanted) if x.is_floating_point() else x for x in (q, k, v))
+            q, k, v = (x.to(wanted) if is_cast(x.dtype) else x for x in (q, k, v))
             return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
 
     return cast_forward

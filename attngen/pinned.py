@@ -25,11 +25,11 @@ def pinned(configs: Mapping[Direction, KernelConfig]) -> Iterator[None]:
     look_up = resolve.find
 
     def find(
-        spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo
+        spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, refused: resolve.Refused | None = None
     ) -> tuple[KernelConfig, Found, RecordKey]:
         config = configs.get(bucket.direction)
         if config is None:
-            return look_up(spec, bucket, gpu)
+            return look_up(spec, bucket, gpu, refused)
         return config, Found(None, "default", ["pinned"]), record_key(spec, bucket, gpu)
 
     resolve.reset()

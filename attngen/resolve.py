@@ -15,7 +15,7 @@ from attngen import gpu as gpus
 from attngen import interpreter
 from attngen.config import KernelConfig, default_config, infeasible, with_tiles
 from attngen.gpu import GpuInfo
-from attngen.identity import parsed, record_key
+from attngen.identity import parsed, record_key, stale_in
 from attngen.kernel import Kernel, kernel
 from attngen.lookup import EXACT_TIERS, Found, lookup
 from attngen.records import RecordKey, shipped
@@ -42,27 +42,33 @@ def device_info(index: int | None) -> GpuInfo:
     return gpus.INTERPRETER if index is None else gpus.from_device(index)
 
 
+Refused = dict[KernelConfig, list[str]]
+"""Configs that must not serve, each with its reasons."""
+
+
 def find(
-    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, refused: Refused | None = None
 ) -> tuple[KernelConfig, Found, RecordKey]:
     """The config that serves a spec: a stored one that fits, else the default. Never tunes."""
     key = record_key(spec, bucket, gpu)
     if gpu.is_interpreter:
         found = Found(record=None, tier="default", why=["Triton's interpreter is not tuned"])
     else:
-        found = _look_up(spec, key, bucket, gpu)
+        found = _look_up(spec, key, bucket, gpu, refused or {})
     config = found.record.kernel_config if found.record else default_config(spec, bucket, gpu)
     return config, found, key
 
 
-def _look_up(spec: AttentionSpec, key: RecordKey, bucket: Bucket, gpu: GpuInfo) -> Found:
+def _look_up(
+    spec: AttentionSpec, key: RecordKey, bucket: Bucket, gpu: GpuInfo, refused: Refused
+) -> Found:
     """The best record, and for a deterministic spec without an exact one, the free spec's.
 
     What won among all configs, and is deterministic, wins among the deterministic ones.
     """
 
     def accept(config: KernelConfig) -> list[str]:
-        return infeasible(spec, config, gpu)
+        return refused.get(config) or infeasible(spec, config, gpu)
 
     with Store.open(readonly=True) as store:
         found = lookup(store, key, bucket, gpu, accept)
@@ -92,10 +98,29 @@ def resolve(text_key: str, bucket: Bucket, device_index: int | None) -> Resolved
     return resolved
 
 
+def find_checked(
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo
+) -> tuple[KernelConfig, Found, RecordKey]:
+    """`find`, on the GPU itself: what another compiler or GPU chose is checked by this one."""
+    refused: Refused = {}
+    while True:
+        config, found, key = find(spec, bucket, gpu, refused)
+        chosen_here = found.record is None or not stale_in(found.record)
+        if chosen_here and found.tier != "other sku":
+            return config, found, key
+        from attngen.tuner.recheck import disagreements
+
+        why = disagreements(spec, config, gpu)
+        if not why:
+            return config, found, key
+        refused[config] = why
+
+
 def _resolve(text_key: str, bucket: Bucket, device_index: int | None) -> Resolved:
     spec = parsed(text_key)
     gpu = device_info(device_index)
-    config, found, key = find(spec, bucket, gpu)
+    look_up = find if device_index is None else find_checked
+    config, found, key = look_up(spec, bucket, gpu)
     interpret = device_index is None
     by_pointer = kernel(spec, with_tiles(config, "pointer"), interpret)
     best = kernel(spec, config, interpret) if config.tiles != "pointer" else by_pointer

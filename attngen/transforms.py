@@ -56,8 +56,8 @@ def _vmap_backward(info: Any, in_dims: Any, text_key: Any, *arguments: Any) -> A
 def _refuse_batched(dims: Any) -> None:
     if any(dim is not None for dim in dims or ()):
         raise SpecError(
-            "vmap over dropout_seed is not offered; the folded batch row already gives each "
-            "sample bits of its own"
+            "vmap over dropout_seed is not offered, nor over one drawn inside it; draw one seed "
+            "outside and hand it in: each sample's batch row gives it bits of its own"
         )
 
 

@@ -618,7 +618,7 @@ def test_explain_uses_the_users_record(tmp_path: Path, monkeypatch: pytest.Monke
     assert found["choices"][0]["tier"] == "user"
     assert found["choices"][0]["config"] == CONFIG.as_dict()
     text = attngen(*line).stdout
-    assert "measured 100.0 us, default 130.0 us" in text
+    assert "measured 100.0 us, the default of then 130.0 us" in text
     assert "the default config is used" in text  # of the backward, which has no record
 
 

@@ -771,6 +771,7 @@ def test_int_seeds_are_symbolic_under_dynamic_compile() -> None:
         pytest.param(lambda f, q: torch.func.jvp(f, (q,), (q,)), id="jvp"),
         pytest.param(lambda f, q: torch.func.jacfwd(f)(q), id="jacfwd"),
         pytest.param(lambda f, q: dual(f, q), id="dual"),
+        pytest.param(torch.no_grad()(lambda f, q: dual(f, q)), id="dual-no-grad"),
     ],
 )
 def test_derivatives_that_are_not_built_raise_and_are_never_zero(derive: Any) -> None:
@@ -786,3 +787,90 @@ def dual(f: Any, q: Tensor) -> Any:
 
 def sum_of(f: Any) -> Any:
     return lambda a: f(a).sum()
+
+
+def test_call_layouts_differ_in_all_that_a_launch_depends_on() -> None:
+    q, k, v = make_qkv(seqlen_q=6, dim=16)
+    inputs: tuple[Tensor | None, ...] = (q, k, v, None)
+    base = calls._layout("key", inputs, [0.5], [0, 1])
+    others = [
+        calls._layout("other", inputs, [0.5], [0, 1]),
+        calls._layout("key", inputs, [0.25], [0, 1]),
+        calls._layout("key", inputs, [0.5], [0, 2]),
+        calls._layout("key", (q, k, v, v), [0.5], [0, 1]),
+        calls._layout("key", (q.half(), k, v, None), [0.5], [0, 1]),
+        calls._layout("key", (q[:, :, :5], k, v, None), [0.5], [0, 1]),
+        calls._layout("key", (seq_major(q), k, v, None), [0.5], [0, 1]),
+        calls._layout("key", (q, seq_major(k), v, None), [0.5], [0, 1]),
+        calls._layout("key", (q, k, v.to("meta"), None), [0.5], [0, 1]),
+    ]
+    assert len({base, *others}) == 1 + len(others)
+    assert base == calls._layout("key", (q + 1, k, v, None), [0.5], [0, 1])
+
+
+def test_remembered_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_MAX_CALLS", 4)
+    attngen.reload()
+    for rows in range(1, 9):
+        attngen.attention(*(x.detach() for x in make_qkv(seqlen_q=rows)))
+        assert 0 < len(calls._CALLS) <= 4
+
+
+def test_reload_during_a_first_call_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was resolved before a reload must not be remembered after it."""
+    resolve = calls.resolve
+
+    def slow(*where: Any) -> Any:
+        found = resolve(*where)
+        attngen.reload()
+        return found
+
+    monkeypatch.setattr(calls, "resolve", slow)
+    attngen.reload()
+    attngen.attention(*(x.detach() for x in make_qkv(seqlen_q=3)))
+    assert not calls._CALLS
+
+
+def test_negative_views_are_seen_as_negative() -> None:
+    q, k, v = (x.detach() for x in make_qkv(seqlen_q=5))
+    got = attngen.attention(torch._neg_view(q), k, v)
+    assert torch.equal(got, attngen.attention(-q, k, v))
+    q, k, v = make_qkv(seqlen_q=5)
+    out = attngen.attention(q, k, v)
+    do = torch.randn_like(out)
+    (by_view,) = torch.autograd.grad(out, v, torch._neg_view(do), retain_graph=True)
+    (by_value,) = torch.autograd.grad(out, v, -do)
+    assert torch.equal(by_view, by_value)
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's own, while it traces
+def test_compiled_autograd_over_an_eager_forward() -> None:
+    from torch._dynamo import compiled_autograd
+
+    q, k, v = make_qkv(seqlen_q=5)
+    (want,) = torch.autograd.grad(attngen.attention(q, k, v).sum(), q)
+    out = attngen.attention(q, k, v).sum()
+    with compiled_autograd._enable(torch.compile(backend="eager")):
+        out.backward()
+    torch.testing.assert_close(q.grad, want)
+
+
+def test_batched_gradients_say_that_there_is_no_rule() -> None:
+    q, k, v = make_qkv(seqlen_q=3)
+    out = attngen.attention(q, k, v)
+    grads = torch.eye(out.numel()).view(-1, *out.shape)
+    with pytest.raises(RuntimeError, match="attngen::bwd"):
+        torch.autograd.grad(out, q, grads, is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_jit_trace_is_refused() -> None:
+    q, k, v = (x.detach() for x in make_qkv(seqlen_q=3))
+    with pytest.raises(attngen.SpecError, match=r"torch\.export"):
+        torch.jit.trace(lambda *x: attngen.attention(*x), (q, k, v))
+
+
+def test_autocast_leaves_float64_as_torch_does() -> None:
+    q, k, v = (x.detach().double() for x in make_qkv(seqlen_q=3))
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(attngen.SpecError, match="float64"):
+        attngen.attention(q, k, v)

@@ -8,7 +8,6 @@ cache, where the timing worker finds it.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -17,17 +16,16 @@ from typing import Any
 
 import torch
 import triton
-import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 
 from attngen import config as configs
 from attngen.kernel import Kernel, explained
 from attngen.spec import AttentionSpec
 from attngen.tuner import case
+from attngen.tuner.binary import facts_of, tool
 from attngen.tuner.child import Lines
 from attngen.workload import Workload
 
-_TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 _SERIALISED = re.compile(r"\(?C75(1[0-4])\)?")
 _WGMMA_ARCH = 90
 
@@ -92,11 +90,7 @@ class Compiler:
         compiled = kernel.warmup(*arguments, grid=grid, **constants)
         if compiled.hash not in self._known:
             self._known[compiled.hash] = {
-                "kernel": name,
-                "shared_bytes": compiled.metadata.shared,
-                "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
-                "trap": is_trap(compiled.asm["ptx"]),
-                **resource_usage(compiled.asm["cubin"]),
+                **facts_of(name, compiled),
                 "serialised_wgmma": self._is_serialised(compiled.asm["ptx"]),
             }
         return self._known[compiled.hash] | {"compile_s": time.perf_counter() - begin}
@@ -109,32 +103,8 @@ class Compiler:
             source = Path(folder, "kernel.ptx")
             source.write_text(ptx)
             arguments = ["-v", f"--gpu-name=sm_{self._capability}a", str(source)]
-            log = _tool("ptxas", *arguments, "-o", str(Path(folder, "kernel.cubin")))
+            log = tool("ptxas", *arguments, "-o", str(Path(folder, "kernel.cubin")))
         return _SERIALISED.search(log) is not None
-
-
-def is_trap(ptx: str) -> bool:
-    """Triton turns a kernel that exceeds tensor memory into a bare `trap`, which looks ideal."""
-    body = ptx[ptx.find("{") :]
-    return "trap;" in body and not re.search(r"\b(ld|st|cp|mma|wgmma|tcgen05)\.", body)
-
-
-def resource_usage(cubin: bytes) -> dict[str, int]:
-    """Registers and stack bytes per thread."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = _tool("cuobjdump", "--dump-resource-usage", file.name)
-    match = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if match is None:
-        raise RuntimeError(f"cuobjdump printed no resource usage: {text[:200]!r}")
-    return {"registers": int(match.group(1)), "stack_bytes": int(match.group(2))}
-
-
-def _tool(name: str, *arguments: str) -> str:
-    """What one of Triton's bundled CUDA tools prints."""
-    done = subprocess.run([_TOOLS / name, *arguments], capture_output=True, text=True, check=False)
-    return done.stdout + done.stderr
 
 
 def main() -> None:

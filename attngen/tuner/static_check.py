@@ -18,7 +18,7 @@ from attngen.workload import Workload
 MAX_STACK_BYTES = 4096
 """Spills below this only order candidates: some that spill are the fastest."""
 TENSOR_MEMORY_COLUMNS = 512
-_ANY_SIZES = Workload(2, 4, 4, 1024, 1024)
+ANY_SIZES = Workload(2, 4, 4, 1024, 1024)
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class KernelFacts:
     """Columns of tensor memory (sm_100)."""
     trap: bool
     """The body is only a trap: the compiler gave up silently."""
-    serialised_wgmma: bool | None
+    serialised_wgmma: bool | None = None
     """ptxas made the matrix instructions wait for each other; None where there are none."""
-    compile_s: float
+    compile_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,6 @@ def check(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[str]:
 
     if why := infeasible(spec, config, gpu):
         return why
-    with CompilePool(spec, _ANY_SIZES, direction_of(config), gpu, jobs=1) as pool:
+    with CompilePool(spec, ANY_SIZES, direction_of(config), gpu, jobs=1) as pool:
         found = objection(pool.submit(config).result(), gpu)
     return [found.reason] if found else []

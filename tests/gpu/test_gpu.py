@@ -375,23 +375,50 @@ def test_unaligned_tensors_fall_back_from_descriptors_to_pointers() -> None:
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True, "dropout_p": 0.3, "dropout_seed": 5}])
-def test_repeated_launches_equal_ordinary_ones(
-    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second call of a layout runs without planning: also after one that was called (x, x, x),
-    and with tensors elsewhere in memory."""
-    options = {**options, "deterministic": True}
-    calls = [[random(2, 3, 130, 64) for _ in range(3)] for _ in range(3)]
-    calls.insert(0, [calls[0][0]] * 3)
-    do = random(2, 3, 130, 64).detach()
+def test_repeated_launches_equal_ordinary_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call of a layout on nothing is planned. Calls of one shape that differ in
+    anything else take turns, after one whose q, k and v were one tensor."""
+    shape = (2, 3, 130, 64)
+    first, *others = (tuple(random(*shape) for _ in range(3)) for _ in range(3))
+    do = random(*shape).detach()
+    half = tuple(x.detach().half().requires_grad_() for x in first)
+    by_rows = tuple(
+        x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in first
+    )
+    expanded = (first[0], first[1], first[2][:1].detach().expand(shape).requires_grad_())
+    inputs = [(first[0],) * 3, first, *others, half, by_rows, expanded]
+    causal = {"causal": True, "dropout_p": 0.3}
+    options: list[dict[str, Any]] = [
+        {},
+        {"softmax_scale": 0.3},
+        {"softmax_scale": -0.3},
+        {"window": (20, 5)},
+        {"window": (25, 5)},
+        {"softcap": 9.0},
+        {"softcap": 5.0},
+        {**causal, "dropout_seed": 5},
+        {**causal, "dropout_seed": 6},
+        {**causal, "dropout_seed": 6, "q_start": 130, "seqlen_q_total": 260},
+        {**causal, "dropout_p": 0.5, "dropout_seed": 6},
+    ]
+    calls = [(tensors, {}) for tensors in inputs] + [(first, each) for each in options]
+
+    def run_all() -> list[list[Tensor]]:
+        found = []
+        for tensors, each in calls:
+            grad = do.to(tensors[0].dtype)
+            found.append(results(*tensors, grad, **each, deterministic=True))
+        return found
+
     resolve.reset()
-    repeated = [results(*call, do, **options) for call in calls]
+    passes = [run_all() for _ in range(3)]
+    resolve.reset()
+    passes.append(run_all())
     monkeypatch.setattr(kernel, "may_bind", lambda: False)
-    resolve.reset()
-    for call, got in zip(calls, repeated, strict=True):
-        wanted = results(*call, do, **options)
-        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+    wanted = run_all()
+    for found in passes:
+        for got, want, (_, each) in zip(found, wanted, calls, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), each
 
 
 def test_seed_lse_and_gradients_at_odd_addresses() -> None:
