@@ -117,7 +117,7 @@ def test_variable_that_switches_nothing_on(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_damaged_shipped_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "gpu.jsonl").write_text("not json\n")
-    monkeypatch.setattr("attngen.records.data_dir", lambda name: tmp_path)
+    monkeypatch.setattr("attngen.records.tuned_dirs", lambda: [tmp_path])
     try:
         problem(doctor.shipped_records(), "gpu.jsonl:1", "reinstall")
     finally:

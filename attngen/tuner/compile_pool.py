@@ -102,6 +102,7 @@ class CompilePool:
         self._closing = False
         self._facts: dict[_Part, KernelFacts] = {}
         self._errors: dict[_Part, str] = {}
+        self._lost: set[_Part] = set()
 
     def submit(self, config: KernelConfig) -> Future[Compiled]:
         """Compile a config; the future never raises for a config that does not compile."""
@@ -117,7 +118,7 @@ class CompilePool:
                 skip = [name for name in parts if name != part[0]]
                 error = self._learn(part, found, self._ask(config, skip))
             if error is not None:
-                return Compiled(config, tuple(found.values()), error)
+                return Compiled(config, tuple(found.values()), error, part in self._lost)
             found[part[0]] = self._facts[part]
             if kernel_objection(self._facts[part], self._gpu):
                 break
@@ -135,7 +136,7 @@ class CompilePool:
             return answer
         except WorkerLostError as error:
             self._local.worker = None
-            return {"error": f"while compiling: {error}"}
+            return {"error": f"while compiling: {error}", "lost": True}
 
     def _learn(
         self, part: _Part, found: dict[str, KernelFacts], answer: dict[str, Any]
@@ -151,6 +152,8 @@ class CompilePool:
             error = f"the emitted file has no kernel {part[0]}"
         if error is not None:
             self._errors[part] = error
+        if answer.get("lost"):
+            self._lost.add(part)
         return error
 
     def _worker(self) -> Worker:

@@ -45,6 +45,8 @@ class Compiled:
     config: KernelConfig
     kernels: tuple[KernelFacts, ...] = ()
     error: str | None = None
+    lost: bool = False
+    """The child that compiled it died or hung, which need not be the config's doing."""
 
     @property
     def stack_bytes(self) -> int:
@@ -55,7 +57,7 @@ class Compiled:
 class Objection:
     """Why a compiled config is not run."""
 
-    status: Literal["failed", "skipped"]
+    status: Literal["failed", "crashed", "skipped"]
     kind: str
     """One or two words, for counting."""
     reason: str
@@ -64,7 +66,8 @@ class Objection:
 def objection(compiled: Compiled, gpu: GpuInfo) -> Objection | None:
     """The first thing that speaks against running a config, or None."""
     if compiled.error is not None:
-        return Objection("failed", "does not compile", compiled.error)
+        status: Literal["failed", "crashed"] = "crashed" if compiled.lost else "failed"
+        return Objection(status, "does not compile", compiled.error)
     for facts in compiled.kernels:
         if found := kernel_objection(facts, gpu):
             return found
