@@ -227,7 +227,7 @@ def descriptors_pay(spec: AttentionSpec, gpu: GpuInfo) -> bool:
     """Are tensor descriptors (TMA) worth trying?
 
     They address rows of whole 16 bytes. Tiles they load lie as tensor cores read them: products in
-    full float32, which have none, spill by the kilobyte on them.
+    full float32, which use none, spill on them.
     """
     whole = all(dim * spec.element_size % 16 == 0 for dim in (spec.head_dim, spec.head_dim_v))
     return gpu.has_tma and whole and not spec.is_exact

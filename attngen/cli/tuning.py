@@ -92,7 +92,7 @@ def tune(
     --model takes a HuggingFace config.json, or a TOML list of [[job]] tables with spec, workload
     and, if need be, direction and why. What your database holds for its jobs is not tuned again.
 
-    After an upgrade of Triton or attngen, --revalidate brings stored winners up to date in seconds.
+    After an upgrade of Triton or attngen, --revalidate brings stored winners up to date.
     """
     if gpu is not None and gpu.is_interpreter:
         raise click.BadParameter(

@@ -53,7 +53,7 @@ def tune(
         seed: of the search.
         exhaustive: try every config in the model's order, within budget and max_trials.
         revalidate: time the stored top 16 again, of this key or of other Triton and template
-            versions, and search no further: seconds where a search takes a minute.
+            versions, and search no further.
         store: the database, or its path; default `paths.database_path()`.
         progress: called with a dict for each config tried ("event": "trial") and each winner.
         jobs: child processes that compile; default all cores but one.
