@@ -226,7 +226,7 @@ def _numbers(
 
 def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
     """Run a call's kernel on its device, into new memory."""
-    like: Tensor = inputs[0]  # type: ignore[assignment]
+    like: Tensor = inputs[0]  # type: ignore[assignment]  # q, never None
     made = [each.make(like) for each in call.memory]
     tensors = (*inputs, *made, *extra)
     if call.device is None or call.device == torch._C._cuda_getDevice():

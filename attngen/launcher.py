@@ -26,7 +26,7 @@ class _Descriptor:
 
     __slots__ = ("base", "padding", "shape", "strides")
 
-    def __init__(self, base: Tensor, like: Any) -> None:
+    def __init__(self, base: Tensor | None, like: Any) -> None:
         self.base = base
         self.shape = like.shape
         self.strides = like.strides
@@ -61,7 +61,7 @@ class Bound:
             for at, which in pointers:
                 arguments[at] = addresses[which]
             for at, which, like in descriptors:
-                arguments[at] = _Descriptor(tensors[which], like)  # type: ignore[arg-type]
+                arguments[at] = _Descriptor(tensors[which], like)
             compiled.run(
                 *grid,
                 stream,
@@ -109,7 +109,7 @@ def bind(plan: list[Any], tensors: tuple[Tensor | None, ...]) -> Bound:
                 pointers.append((at, which[id(argument)]))
             elif hasattr(argument, "base"):
                 template[at] = None
-                like = _Descriptor(None, argument)  # type: ignore[arg-type]
+                like = _Descriptor(None, argument)
                 descriptors.append((at, which[id(argument.base)], like))
         launches.append(_Open(compiled, grid, template, pointers, descriptors))
     return Bound(launches, torch.cuda.current_device())

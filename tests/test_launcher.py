@@ -74,7 +74,9 @@ def test_a_profiler_sees_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(launcher, "_is_checked", True)
     assert launcher.may_bind()
-    hook = lambda metadata: None  # noqa: E731
+
+    def hook(metadata: Any) -> None: ...
+
     triton.knobs.runtime.launch_enter_hook.add(hook)
     try:
         assert not launcher.may_bind()

@@ -12,8 +12,9 @@ from markupsafe import Markup
 from attngen.bench import DEFAULT, OURS
 from attngen.errors import AttngenError
 from attngen.gpu import GpuInfo
+from attngen.identity import stale_in
 from attngen.records import Record, RecordKey
-from attngen.render import render, template_hash
+from attngen.render import render
 from attngen.report import search_plots
 from attngen.report.bench_lines import BenchLine
 from attngen.report.charts import Chart, Point, Roof, comparison, roofline
@@ -82,9 +83,7 @@ class Winner:
     @property
     def is_current(self) -> bool:
         """Is the record of the templates that this version has?"""
-        if self.spec is None:
-            return False
-        return template_hash(self.spec, self.record.direction) == self.record.key.template_hash
+        return self.spec is not None and "templates" not in stale_in(self.record)
 
 
 @dataclass(frozen=True)

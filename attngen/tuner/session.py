@@ -106,8 +106,7 @@ class Session:
         starts = [] if self._default is None else [self._default]
         starts += stored_configs(self._store, job.spec, job.key, job.bucket, job.gpu)
         starts += order[:MODEL_SEEDS]
-        how = {"seed": job.seed, "exhaustive": job.exhaustive}
-        return Search(direction, order, space, starts, **how)  # type: ignore[arg-type]
+        return Search(direction, order, space, starts, seed=job.seed, exhaustive=job.exhaustive)
 
     def run(self) -> TuneReport:
         """Tune.
