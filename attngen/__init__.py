@@ -29,6 +29,7 @@ _HOME = {
     "reload": "attngen.api",
     "merge": "attngen.merge",
     "dropout_keep": "attngen.dropout",
+    "sync_configs": "attngen.sync",
     "tune": "attngen.tuner",
 }
 
@@ -51,6 +52,7 @@ __all__ = [
     "merge",
     "reload",
     "sdpa",
+    "sync_configs",
     "tune",
 ]
 
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     )
     from attngen.gpu import GpuInfo
     from attngen.spec import AttentionSpec
+    from attngen.sync import sync_configs
     from attngen.tuner import tune
     from attngen.workload import Workload
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +20,7 @@ from attngen.gpu import GpuInfo
 from attngen.identity import parsed, record_key, stale_in
 from attngen.kernel import Kernel, kernel
 from attngen.lookup import EXACT_TIERS, Found, lookup
-from attngen.records import RecordKey, shipped
+from attngen.records import Record, RecordKey, shipped
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.workload import Bucket
@@ -70,15 +72,36 @@ def _look_up(
     def accept(config: KernelConfig) -> list[str]:
         return refused.get(config) or infeasible(spec, config, gpu)
 
-    with Store.open(readonly=True) as store:
-        found = lookup(store, key, bucket, gpu, accept)
+    with _records() as (store, pool):
+        found = lookup(store, key, bucket, gpu, accept, shipped_records=pool)
         if found.tier in EXACT_TIERS or not spec.text_of(bucket.direction).deterministic:
             return found
         free = record_key(replace(spec, deterministic=False), bucket, gpu)
-        other = lookup(store, free, bucket, gpu, accept)
+        other = lookup(store, free, bucket, gpu, accept, shipped_records=pool)
     if other.record is not None and (other.tier in EXACT_TIERS or found.record is None):
         return other._replace(why=[*found.why, *other.why])
     return found
+
+
+_FROZEN: list[tuple[Store, tuple[Record, ...]]] = []
+"""The user's and the shipped records of rank 0, once `attngen.sync_configs` has brought them."""
+
+
+@contextmanager
+def _records() -> Iterator[tuple[Store, tuple[Record, ...] | None]]:
+    """What a look-up may find: rank 0's records, or else the database and what is shipped."""
+    if _FROZEN:
+        yield _FROZEN[0]
+        return
+    with Store.open(readonly=True) as store:
+        yield store, None
+
+
+def freeze(user: Iterable[Record], theirs: Iterable[Record]) -> None:
+    """Resolve anew, from these records alone, until `reset`."""
+    with _RESOLVING:
+        reset()
+        _FROZEN.append((Store.in_memory(user), tuple(theirs)))
 
 
 _RESOLVED: dict[tuple[str, Bucket, int | None], Resolved] = {}
@@ -139,6 +162,7 @@ def reset() -> None:
     """Forget every resolved kernel; the next call reads the database again."""
     with _RESOLVING:
         _RESOLVED.clear()
+        _FROZEN.clear()
         shipped.cache_clear()
         for forget in _ON_RESET:
             forget()

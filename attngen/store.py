@@ -102,6 +102,13 @@ class Store:
             warn_once(f"{trouble}; going on without it")
         return cls(path, empty_database(), trouble, True)
 
+    @classmethod
+    def in_memory(cls, records: Iterable[Record]) -> Store:
+        """A store of these winners, in no file."""
+        store = cls(Path(":memory:"), empty_database(), None, False)
+        store.merge(records)
+        return store
+
     @staticmethod
     def set_aside(path: Path | str) -> Path:
         """Rename a damaged database, with its WAL files, and return its new name.
