@@ -61,6 +61,10 @@ class Plan:
         ]
         return replace(self, jobs=tuple(job for job in kept if job.directions))
 
+    def shard(self, index: int, count: int) -> Plan:
+        """Every `count`-th job, from `index` on."""
+        return replace(self, jobs=self.jobs[index::count])
+
 
 class _Jobs:
     """Collects jobs, each (text_key, bucket) once."""

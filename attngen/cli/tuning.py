@@ -24,6 +24,8 @@ from attngen.cli.output import microseconds, print_json, table, write_whole
 from attngen.cli.program import Command, say
 from attngen.cli.progress import tuning_progress
 from attngen.cli.records import reading
+from attngen.cli.shard import Shard, shard_default, shard_option, storage_option
+from attngen.errors import TuningError
 from attngen.gpu import GpuInfo
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction, Workload
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     help="Time the stored top 16 again and search no further; without a SPEC, for every winner "
     "that the database holds for the GPU.",
 )
+@storage_option
+@shard_option
 @db_option
 @json_option
 def tune(
@@ -77,6 +81,8 @@ def tune(
     exhaustive: bool,
     seed: int,
     revalidate: bool,
+    storage: str | None,
+    shard: Shard | None,
     db: Path | None,
     as_json: bool,
     dry_run: bool,
@@ -92,6 +98,9 @@ def tune(
     --model takes a HuggingFace config.json, or a TOML list of [[job]] tables with spec, workload
     and, if need be, direction and why. What your database holds for its jobs is not tuned again.
 
+    Several workers, one a GPU, share the searches with --storage, or the jobs with --shard;
+    `attngen merge` joins their databases.
+
     After an upgrade of Triton or attngen, --revalidate brings stored winners up to date.
     """
     if gpu is not None and gpu.is_interpreter:
@@ -102,12 +111,21 @@ def tune(
         plan = plan_of_stored(gpu, db).only(directions_of(direction))
     else:
         plan = plan_of(spec, workloads, again=again, **model).only(directions_of(direction))
+    if storage is not None:
+        _check_storage(storage, revalidate)
+    jobs = len(plan.jobs)
+    shard = shard or shard_default(storage)
+    if shard is not None:
+        plan = plan.shard(*shard)
     whole_model = spec is None
     again = again or revalidate
     if dry_run:
         show_plan(plan, gpu, db, budget, skip_stored=whole_model and not again, as_json=as_json)
         return
 
+    if jobs and not plan.jobs:
+        say(f"shard {shard} of {jobs} jobs is empty; nothing to do")
+        return
     from attngen.tuner import kept_workers
     from attngen.tuner import tune as search
 
@@ -126,6 +144,7 @@ def tune(
                 revalidate=revalidate,
                 store=db,
                 progress=progress,
+                storage=storage,
             )
             for each in reports:
                 if as_json:
@@ -138,6 +157,17 @@ def tune(
             return
         for job in plan.jobs:
             run(job, job.directions)
+
+
+def _check_storage(storage: str, revalidate: bool) -> None:
+    from attngen.tuner.storage import checked
+
+    if revalidate:
+        raise click.UsageError("--revalidate takes seconds and is not shared; drop --storage")
+    try:
+        checked(storage)
+    except TuningError as error:
+        raise click.BadParameter(str(error), param_hint="'--storage'") from None
 
 
 def _report_dict(report: TuneReport) -> dict[str, Any]:

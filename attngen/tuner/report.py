@@ -24,6 +24,8 @@ class TuneReport:
     """Configs that this run timed."""
     resumed: int = 0
     """Configs whose outcome an earlier run had stored."""
+    others: int = 0
+    """Configs whose outcome other workers of a shared search found meanwhile."""
     skipped: Counter[str] = field(default_factory=Counter)
     """How many configs could not run, by kind of reason."""
     failed: list[tuple[str, str]] = field(default_factory=list)
@@ -55,6 +57,8 @@ class TuneReport:
     def __str__(self) -> str:
         lines = [f"{self.bucket.key}: {self._winner()}", f"  {self.confidence}"]
         counts = f"  tried {self.tried}, measured {self.measured}, resumed {self.resumed}"
+        if self.others:
+            counts += f", others {self.others}"
         lines.append(f"{counts} in {self.seconds:.1f} s; {self.stopped_by or 'complete'}")
         for kind, count in self.skipped.most_common():
             lines.append(f"  skipped {count}: {kind}")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +11,13 @@ from attngen import gpu as gpus
 from attngen.errors import SpecError, TuningError
 from attngen.gpu import GpuInfo
 from attngen.identity import record_key
+from attngen.search_space import axes
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.tuner.compile_pool import CompilePool, kept_workers
 from attngen.tuner.predict import Prediction
 from attngen.tuner.report import TuneReport
-from attngen.tuner.session import Job, Session
+from attngen.tuner.session import Job, Progress, Session
 from attngen.tuner.timing_client import TimingClient
 from attngen.workload import DIRECTIONS, Direction, Workload, spec_bucket
 
@@ -35,6 +36,7 @@ def tune(
     store: Store | Path | str | None = None,
     progress: Callable[[dict[str, Any]], None] | None = None,
     jobs: int | None = None,
+    storage: str | None = None,
 ) -> list[TuneReport]:
     """Find the fastest correct config for a spec and a workload, and store it.
 
@@ -57,12 +59,16 @@ def tune(
         store: the database, or its path; default `paths.database_path()`.
         progress: called with a dict for each config tried ("event": "trial") and each winner.
         jobs: child processes that compile; default all cores but one.
+        storage: share the search with every worker that names the same one, on any host, whose
+            GPU has the same properties: "postgresql://USER@HOST/DB", "mysql://..." or
+            "journal://FILE". max_trials then counts the configs of all; budget is each worker's.
 
     Returns:
         One report a direction.
 
     Raises:
-        TuningError: there is no GPU and none was named, or the workload cannot be set up.
+        TuningError: there is no GPU and none was named, the workload cannot be set up, or the
+            shared storage cannot be used.
         NoFeasibleConfigError: no config runs; nothing is stored as a winner.
         StoreError: the database cannot be written.
         KeyboardInterrupt: after what was measured is stored.
@@ -74,8 +80,11 @@ def tune(
         raise TuningError(
             "Triton's interpreter is not tuned; name a GPU, one of " + ", ".join(gpus.KNOWN_GPUS)
         )
+    if storage is not None and revalidate:
+        raise TuningError("a revalidation takes seconds and is not shared; leave storage out")
     tell = progress or (lambda event: None)
     with ExitStack() as stack:
+        shared = None if storage is None else stack.enter_context(_opened(storage))
         stack.enter_context(kept_workers())
         if not isinstance(store, Store):
             store = stack.enter_context(Store.open(store))
@@ -89,10 +98,16 @@ def tune(
         present = here is not None and (target is None or target.device_key == here.device_key)
         where = here if present else target
         assert where is not None
+        if shared is not None and not present:
+            raise TuningError(
+                f"{where.name} is not here, and only times are worth sharing; leave storage out to "
+                "predict, or run on that GPU"
+            )
         if not present:
             timer.close()
             timer = stack.enter_context(TimingClient(interpret=True))
         reports = []
+        run: Session | Prediction
         for each in directions:
             bucket = spec_bucket(each, spec, workload)
             key = record_key(spec, bucket, where)
@@ -110,9 +125,33 @@ def tune(
             )
             timer.open(spec, workload if present else _token(workload), each)
             with CompilePool(spec, workload, each, where, jobs) as pool:
-                run = Session if present else Prediction
-                reports.append(run(job, store, pool, timer, tell).run())
+                if shared is not None:
+                    run = shared(job, store, pool, timer, tell)
+                elif present:
+                    run = Session(job, store, pool, timer, tell)
+                else:
+                    run = Prediction(job, store, pool, timer, tell)
+                reports.append(run.run())
         return reports
+
+
+@contextmanager
+def _opened(storage: str) -> Iterator[Callable[..., Session]]:
+    """Makes the sessions that share a storage. (Imported late: SQLAlchemy takes its time.)"""
+    from attngen.tuner.shared_session import SharedSession
+    from attngen.tuner.shared_study import SharedStudy
+    from attngen.tuner.storage import opened
+
+    with opened(storage) as shared:
+
+        def session(
+            job: Job, store: Store, pool: CompilePool, timer: TimingClient, tell: Progress
+        ) -> Session:
+            space = axes(job.spec, job.bucket, job.gpu)
+            study = SharedStudy(shared, storage, job.key, space)
+            return SharedSession(job, store, pool, timer, tell, study)
+
+        yield session
 
 
 def _directions(direction: str) -> tuple[Direction, ...]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import optuna
@@ -78,6 +79,11 @@ class Search:
         trial.set_constraint("cannot run", float(median_us is None))
         self._study.tell(trial, math.log(median_us or _REFUSED * worst))
 
+    def again(self, config: KernelConfig) -> None:
+        """Ask for a config once more, next: whoever had it gave no verdict."""
+        self._seen.discard(config)
+        self._starts.appendleft(config)
+
     def _start(self) -> KernelConfig | None:
         while self._starts:
             config = self._starts.popleft()
@@ -125,9 +131,16 @@ class Search:
 
 
 def _study(seed: int) -> Any:
+    with quiet_optuna():
+        return optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+
+
+@contextmanager
+def quiet_optuna() -> Iterator[None]:
+    """Without Optuna's notes about new studies."""
     before = optuna.logging.get_verbosity()
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
-        return optuna.create_study(sampler=optuna.samplers.TPESampler(seed=seed))
+        yield
     finally:
         optuna.logging.set_verbosity(before)

@@ -119,11 +119,7 @@ class Session:
         self._explore()
         if not self._times:
             raise self._nothing_ran()
-        held = self._held()
-        if held is not None and self.report.measured == 0:
-            self.report.record = held
-        else:
-            self._decide(held)
+        self._conclude()
         self.report.seconds = time.monotonic() - self._started
         return self.report
 
@@ -131,11 +127,19 @@ class Session:
         """Tell the search every stored outcome, in the order in which they came."""
         for trial in sorted(self._store.trials(self._job.key), key=lambda t: t.date):
             config = configs.from_dict(self._job.bucket.direction, trial.config)
-            if _must_run_again(trial):
+            if must_run_again(trial):
                 continue
             self.report.resumed += 1
             self._reasons[trial.config_key] = trial.reason or ""
             self._note(config, trial.median_us)
+
+    def _conclude(self) -> None:
+        """Decide, unless nothing new was measured."""
+        held = self._held()
+        if held is not None and self.report.measured == 0:
+            self.report.record = held
+        else:
+            self._decide(held)
 
     def _held(self) -> Record | None:
         """The measured winner that is stored for this key."""
@@ -162,13 +166,16 @@ class Session:
         job = self._job
         if self._since_gain >= PATIENCE and not (job.exhaustive or job.revalidate):
             return f"{PATIENCE} measurements without a gain"
-        taken = self.report.resumed + self.report.tried + len(self._pending)
-        if job.max_trials is not None and taken >= job.max_trials:
+        if job.max_trials is not None and self._taken() >= job.max_trials:
             return f"max_trials {job.max_trials}"
         enough = self._times or self.report.tried >= MODEL_SEEDS
         if enough and self._elapsed() >= job.budget:
             return f"budget of {job.budget:g} s"
         return ""
+
+    def _taken(self) -> int:
+        """How many configs `max_trials` counts."""
+        return self.report.resumed + self.report.tried + len(self._pending)
 
     def _elapsed(self) -> float:
         return time.monotonic() - self._started
@@ -177,10 +184,21 @@ class Session:
         """Keep two compilations a child under way."""
         while len(self._pending) < 2 * self._compiler.jobs:
             self.report.stopped_by = self._stop_rule()
-            config = None if self.report.stopped_by else self._search.ask()
+            config = None if self.report.stopped_by else self._next()
             if config is None:
                 return
             self._pending.append((config, self._compiler.submit(config)))
+
+    def _next(self) -> KernelConfig | None:
+        """The config to take up; None once there is none left."""
+        return self._search.ask()
+
+    def _begin(self, config: KernelConfig) -> Trial:
+        return self._store.begin_trial(self._job.key, config)
+
+    def _finish(self, config: KernelConfig, status: Outcome, **found: Any) -> None:
+        """Record what came of a config."""
+        self._store.finish_trial(self._job.key, config, status, **found)
 
     def _next_compiled(self) -> Compiled | None:
         """A compiled config, of several the one that spills least; None when time is up."""
@@ -206,7 +224,7 @@ class Session:
         if (why := objection(compiled, self._job.gpu)) is not None:
             self._refuse(config, why.status, why.kind, why.reason)
             return
-        trial = self._store.begin_trial(self._job.key, config)
+        trial = self._begin(config)
         if trial.status != "running":
             self._refuse(config, "skipped", trial.status, trial.reason or trial.status)
             return
@@ -222,8 +240,7 @@ class Session:
         except KeyboardInterrupt:
             self._store.finish_trial(self._job.key, config, "skipped", reason=INTERRUPTED)
             raise
-        self._store.finish_trial(
-            self._job.key,
+        self._finish(
             config,
             "ok",
             median_us=found.median_us,
@@ -257,7 +274,7 @@ class Session:
 
     def _refuse(self, config: KernelConfig, status: Outcome, kind: str, reason: str) -> None:
         """Record that a config gave no time."""
-        self._store.finish_trial(self._job.key, config, status, reason=reason)
+        self._finish(config, status, reason=reason)
         self._times.pop(config, None)
         self._reasons[config.key] = reason
         if status == "skipped":
@@ -311,7 +328,7 @@ class Session:
         )
 
 
-def _must_run_again(trial: Trial) -> bool:
+def must_run_again(trial: Trial) -> bool:
     """Did an earlier run leave a config without a verdict, or with a predicted one?"""
     if trial.status == "ok":
         return trial.median_us is None

@@ -1,4 +1,4 @@
-"""A tuning run whose children misbehave: `python -m faults.session DATABASE COUNT`.
+"""A tuning run whose children misbehave: `python -m faults.session DATABASE COUNT [STORAGE]`.
 
 Prints a line for each config that was measured, after its commit, and "done" at the end.
 """
@@ -11,10 +11,12 @@ from typing import Any
 
 from attngen.gpu import by_name
 from attngen.records import POLICY, RecordKey
+from attngen.search_space import axes
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.tuner import compile_pool, timing_client
 from attngen.tuner.session import Job, Session
+from attngen.tuner.timing_client import TimingClient
 from attngen.workload import Workload, spec_bucket
 
 GPU = by_name("nvidia_h200")
@@ -33,8 +35,23 @@ def job(count: int) -> Job:
     return Job(SPEC, SIZES, BUCKET, GPU, KEY, 600.0, count, exhaustive=True)
 
 
+def shared(
+    count: int, url: str, store: Store, pool: compile_pool.CompilePool, timer: TimingClient
+) -> None:
+    """Share the search, by a clock that runs faster."""
+    from attngen.tuner import shared_study, storage
+    from attngen.tuner.shared_session import SharedSession
+
+    storage.LOCK_S = 3
+    shared_study.BEAT_S, shared_study.SILENT_S, shared_study.POLL_S = 0.5, 4.0, 0.1
+    with storage.opened(url) as opened:
+        study = shared_study.SharedStudy(opened, url, KEY, axes(SPEC, BUCKET, GPU))
+        SharedSession(job(count), store, pool, timer, show, study).run()
+
+
 def main() -> None:
     path, count = sys.argv[1], int(sys.argv[2])
+    url = sys.argv[3] if len(sys.argv) > 3 else None
     compile_pool.MODULE = "faults.compile_worker"
     compile_pool.COMPILE_TIMEOUT_S = 0.5
     timing_client.MODULE = "faults.timing_worker"
@@ -45,7 +62,10 @@ def main() -> None:
         compile_pool.CompilePool(SPEC, SIZES, "fwd", GPU, jobs=2) as pool,
     ):
         timer.open(SPEC, SIZES, "fwd")
-        Session(job(count), store, pool, timer, show).run()
+        if url is None:
+            Session(job(count), store, pool, timer, show).run()
+        else:
+            shared(count, url, store, pool, timer)
     print("done", flush=True)
 
 
