@@ -520,6 +520,7 @@ def test_tune_hands_every_option_on(fake_tune: list[dict[str, Any]], tmp_path: P
         "exhaustive": True,
         "revalidate": True,
         "store": tmp_path / "t.db",
+        "storage": None,
     }
 
 

@@ -137,6 +137,7 @@ def test_a_killed_worker_loses_nothing(
     assert late.measured() == [] and late.winner() == alone[1]
 
 
+@pytest.mark.slow
 def test_workers_go_on_after_all_were_killed(
     url: str, tmp_path: Path, alone: tuple[set[str], dict]
 ) -> None:
@@ -154,6 +155,7 @@ def test_workers_go_on_after_all_were_killed(
     assert sum(claim.status == "running" for claim in claims(url)) == 0
 
 
+@pytest.mark.slow
 def test_a_larger_run_goes_on_where_a_smaller_ended(url: str, tmp_path: Path) -> None:
     (small,) = workers(tmp_path, url, "a", count=10)
     first = small.measured()
