@@ -161,9 +161,42 @@ def kernel_parts(config: KernelConfig) -> dict[str, tuple[Any, ...]]:
     return parts
 
 
-# Tiles that were fast wherever they were measured on Hopper, by the larger head dim they suit:
-# (block_m, block_n, num_warps, num_stages).
-# Tiles (block_m, block_n, num_warps, num_stages) that were among the best on an H200.
+def cover(order: Iterable[KernelConfig]) -> list[KernelConfig]:
+    """The first configs that show every kernel, and tell kernels that always run together apart.
+
+    Kernels are linked where a config runs both; a config is left out if it shows no other kernel
+    and links none that were not linked before. (That is Kruskal's spanning forest.)
+    """
+    links: dict[tuple[str, tuple[Any, ...]], Any] = {}
+
+    def end(part: Any) -> Any:
+        while (further := links.setdefault(part, part)) != part:
+            part = further
+        return part
+
+    found = []
+    for config in order:
+        parts = kernel_parts(config).items()
+        new = any(part not in links for part in parts)
+        ends = {end(part) for part in parts}
+        if new or len(ends) > 1:
+            found.append(config)
+        links |= dict.fromkeys(ends, min(ends, key=repr))
+    return found
+
+
+def joined(one: KernelConfig, other: KernelConfig) -> KernelConfig | None:
+    """The dk/dv kernel of one backward config with the dq kernel of another; None if they differ
+    in more, or there are none."""
+    if not (isinstance(one, BwdConfig) and isinstance(other, BwdConfig)):
+        return None
+    if (one.lowering, one.tiles) != (other.lowering, other.tiles) or "atomic" in (one.dq, other.dq):
+        return None
+    return replace(one, **{name: getattr(other, name) for name in DQ_AXES})
+
+
+# Tiles (block_m, block_n, num_warps, num_stages) that were among the best on an H200, by the larger
+# head dim that they suit.
 _FWD_STARTS = {
     64: ((64, 64, 4, 2), (64, 128, 4, 3), (64, 64, 4, 3), (128, 128, 4, 3)),
     128: ((64, 64, 4, 3), (128, 64, 4, 2), (128, 128, 8, 3), (128, 128, 8, 2)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,14 +14,18 @@ from attngen.gpu import by_name
 from attngen.search_space import (
     axes,
     candidates,
+    costs,
+    cover,
     decode,
     encode,
+    joined,
     kernel_parts,
     known_starts,
     model_order,
     neighbours,
 )
 from attngen.spec import AttentionSpec
+from attngen.tuner.additive import best_pairs
 from attngen.tuner.search import Search
 from attngen.workload import Direction, Workload, spec_bucket
 
@@ -224,6 +229,61 @@ def test_exhaustive_search_follows_the_model():
     seeker, order = search(exhaustive=True)
     first = [seeker.ask() for _ in range(6)]
     assert [seeker.ask() for _ in range(4)] == [c for c in order if c not in first][:4]
+
+
+def two_kernels(config: KernelConfig) -> float:
+    """A rugged synthetic time: the sum of the config's kernels."""
+    times = [
+        cost**0.25 * random.Random(f"1{part}").uniform(0.5, 2.0)
+        for part, cost in zip(
+            kernel_parts(config).items(), costs(CAUSAL, config, bucket_of("bwd"), H200), strict=True
+        )
+    ]
+    return sum(times) if len(times) == 2 else 3 * times[0]
+
+
+def test_exhaustive_search_finds_the_best_pair_of_backward_kernels():
+    """Each kernel's every tile once, then the pairs of the best: a 20th of all configs."""
+    seeker, order = search("bwd", exhaustive=True)
+    times: dict[KernelConfig, float] = {}
+    while (config := seeker.ask()) is not None:
+        times[config] = two_kernels(config)
+        seeker.tell(config, times[config])
+    best = min(order, key=two_kernels)
+    assert times[best] == min(times.values())
+    assert best not in cover(order), "the pairs were needed"
+    assert len(times) < len(order) / 20
+    shown = {part for config in times for part in kernel_parts(config).items()}
+    assert shown == {part for config in order for part in kernel_parts(config).items()}
+
+
+def test_pairs_come_fastest_first_with_the_time_they_should_take():
+    order = search("bwd")[1]
+    times = {config: two_kernels(config) for config in cover(order)[:200]}
+    pairs = best_pairs(times)
+    assert pairs and not {config for _, config in pairs} & set(times)
+    assert [expected for expected, _ in pairs] == sorted(expected for expected, _ in pairs)
+    same = {c for c in times if c.dq == "kernel" and c.tiles == pairs[0][1].tiles}
+    for expected, config in pairs[:5]:
+        assert {config.tiles} == {c.tiles for c in same}
+        assert expected == pytest.approx(two_kernels(config), rel=1e-6)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_no_pairs_without_two_kernels(direction):
+    order = search(direction)[1]
+    assert best_pairs({}) == []
+    assert best_pairs({c: 1.0 for c in order if len(kernel_parts(c)) == 1}) == []
+
+
+def test_only_configs_that_agree_in_the_rest_are_joined():
+    one, other = (
+        BwdConfig(block_m=m, block_n=64, num_warps=4, num_stages=2, dq_block_m=m) for m in (64, 32)
+    )
+    assert joined(one, other) == replace(one, dq_block_m=32)
+    assert joined(one, replace(other, tiles="descriptor")) is None
+    assert joined(one, replace(other, dq="atomic")) is None
+    assert joined(*[FwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)] * 2) is None
 
 
 def test_search_does_not_ask_for_what_is_known():

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 )
 @gpu_option
 @click.option("--max-trials", type=click.IntRange(1), metavar="N", help="Try at most N configs.")
-@click.option("--exhaustive", is_flag=True, help="Try every feasible config.")
+@click.option("--exhaustive", is_flag=True, help="Try every feasible kernel.")
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),

@@ -53,7 +53,8 @@ def tune(
         budget: seconds of search for each direction; the last comparison comes on top.
         max_trials: configs to try for each direction, those of earlier runs counted in.
         seed: of the search.
-        exhaustive: try every config in the model's order, within budget and max_trials.
+        exhaustive: try every tile of every kernel, within budget and max_trials. Of the backward's
+            two kernels, whose times add, each is tried by itself, then the best together.
         revalidate: time the stored top 16 again, of this key or of other Triton and template
             versions, and search no further.
         store: the database, or its path; default `paths.database_path()`.

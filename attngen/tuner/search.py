@@ -1,8 +1,9 @@
 """Which config to try next: Optuna's TPE, with repeats replaced by neighbours of the best.
 
 Plain TPE stalls on repeats in a space this small, plain pattern search needs good starts; together
-they need none. Sizes are coded as one integer an axis. The study lives in memory: the store is what
-a tuning run resumes from.
+they need none. The backward's two kernels are also told apart and the best of each paired
+(`additive.py`). Sizes are coded as one integer an axis. The study lives in memory: the store is
+what a tuning run resumes from.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.trial import TrialState
 
 from attngen.config import KernelConfig
-from attngen.search_space import Axes, decode, encode, neighbours
+from attngen.search_space import Axes, cover, decode, encode, neighbours
+from attngen.tuner.additive import best_pairs
 from attngen.workload import Direction
 
 _NEAREST = 8  # how many of the best configs lend their neighbours
 _REFUSED = 2.0  # a config that cannot run counts as this many times the worst
+_WORTH = 1.01  # pairs are tried that should take at most so many times the best
+_WORTH_ALL = 1.03  # the same in an exhaustive search
 
 
 class Search:
@@ -32,7 +36,8 @@ class Search:
         order: every config that may be tried, most promising first.
         space: the axes they lie on.
         starts: what to try first, in this order (may be off the axes).
-        exhaustive: try `order` as it stands, without a sampler.
+        exhaustive: without a sampler, try every kernel of `order`: of the forward each config, of
+            the backward each tile of its two kernels, then the pairs of the best.
     """
 
     def __init__(
@@ -46,13 +51,15 @@ class Search:
         exhaustive: bool = False,
     ) -> None:
         self._direction = direction
-        self._order = order
+        self._order = cover(order) if exhaustive else order
         self._rank = {config: rank for rank, config in enumerate(order)}
         self._space = space
         self._exhaustive = exhaustive
         self._starts = deque(dict.fromkeys(starts))
         self._seen: set[KernelConfig] = set()
         self._next = 0
+        self._turn = False
+        self._pairs: list[tuple[float, KernelConfig]] | None = None
         self._asked: dict[KernelConfig, optuna.trial.Trial] = {}
         self._times: dict[KernelConfig, float] = {}
         self._axes: dict[str, BaseDistribution] = {
@@ -62,7 +69,13 @@ class Search:
 
     def ask(self) -> KernelConfig | None:
         """A config not asked for before; None once there is none left."""
-        config = self._start() or (self._in_order() if self._exhaustive else self._sampled())
+        if self._exhaustive:
+            config = self._start() or self._in_order() or self._pair(_WORTH_ALL)
+        else:
+            self._turn = not self._turn
+            config = (
+                self._start() or (self._pair(_WORTH) if self._turn else None) or self._sampled()
+            )
         if config is not None:
             self._seen.add(config)
         return config
@@ -72,6 +85,7 @@ class Search:
         self._seen.add(config)
         if median_us is not None:
             self._times[config] = median_us
+            self._pairs = None
         trial = self._asked.pop(config, None) or self._enqueued(config)
         if trial is None:
             return
@@ -97,6 +111,18 @@ class Search:
             if config not in self._seen:
                 return config
             self._next += 1
+        return None
+
+    def _pair(self, worth: float) -> KernelConfig | None:
+        """The pair of backward kernels that should be fastest, if it comes near the best."""
+        limit = worth * min(self._times.values(), default=0.0)
+        if self._pairs is None:
+            self._pairs = best_pairs(self._times)
+        for expected, config in self._pairs:
+            if expected > limit:
+                return None
+            if config in self._rank and config not in self._seen:
+                return config
         return None
 
     def _sampled(self) -> KernelConfig | None:
