@@ -63,7 +63,16 @@ def _create_winners(db: Database) -> None:
     db["winners"].create_index(["text_key"])
 
 
-SCHEMA = {"001_trials": _create_trials, "002_winners": _create_winners}
+def _add_workload_and_owner(db: Database) -> None:
+    db["trials"].add_column("workload", str)
+    db["trials"].add_column("owner", str)
+
+
+SCHEMA = {
+    "001_trials": _create_trials,
+    "002_winners": _create_winners,
+    "003_trial_workload_and_owner": _add_workload_and_owner,
+}
 MIGRATIONS = Migrations("attngen")
 for _name, _step in SCHEMA.items():
     MIGRATIONS(name=_name)(_step)

@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -24,6 +22,7 @@ from sqlite_utils import Database
 
 from attngen.config import KernelConfig
 from attngen.errors import StoreError
+from attngen.owner import is_gone, this_process
 from attngen.paths import database_path
 from attngen.record_checks import Origin
 from attngen.records import Record, RecordKey, now, preference, warn_once
@@ -60,6 +59,15 @@ class Trial:
     crashes: int
     origin: Origin
     date: str
+    workload: str | None = None
+    """Which of the bucket's sizes it was timed on; None where that was not stored."""
+    owner: str | None = None
+    """The process that runs it, as `owner.this_process` writes it; None if none does."""
+
+    @property
+    def was_left(self) -> bool:
+        """Did the process that ran it end without a verdict?"""
+        return self.status == "running" if self.owner is None else is_gone(self.owner)
 
 
 class Store:
@@ -109,23 +117,6 @@ class Store:
         store.merge(records)
         return store
 
-    @staticmethod
-    def set_aside(path: Path | str) -> Path:
-        """Rename a damaged database, with its WAL files, and return its new name.
-
-        Raises:
-            StoreError: there is no such file, or it cannot be renamed.
-        """
-        path = Path(path)
-        stamp = re.sub(r"\W", "", now())
-        aside = Path(f"{path}.damaged-{stamp}-{os.getpid()}")
-        with explained(path):
-            path.rename(aside)
-            for suffix in ("-wal", "-shm"):
-                if (beside := Path(f"{path}{suffix}")).exists():
-                    beside.rename(f"{aside}{suffix}")
-        return aside
-
     def close(self) -> None:
         self._db.close()
 
@@ -155,24 +146,38 @@ class Store:
         with self._lock, explained(self.path), immediate(self._db.conn):
             yield
 
-    def begin_trial(self, key: RecordKey, config: KernelConfig) -> Trial:
+    def begin_trial(
+        self, key: RecordKey, config: KernelConfig, workload: str | None = None
+    ) -> Trial:
         """Mark a config as running, and commit. Run it only if the returned status is "running".
 
-        The row's earlier times, if any, are dropped. A row found still "running" was left by a
-        process that died on it: that is one crash, and `MAX_CRASHES` of them quarantine the config
-        for this key.
+        The row of one that was measured before keeps its time until there is a new verdict. A row
+        that a process left when it died is one crash, and `MAX_CRASHES` of them quarantine the
+        config for this key; one that another process runs now is none.
         """
         with self._writing():
             old = self._trial(key, config)
             if old is not None and old.status == "quarantined":
                 return old
-            died = old is not None and old.status == "running"
+            died = old is not None and old.was_left
             crashes = (old.crashes if old else 0) + died
-            status: Status = "running"
             reason = "the process ended while this config ran" if died else None
             if crashes >= MAX_CRASHES:
-                status, reason = "quarantined", _quarantine_reason(crashes, reason)
-            return self._put_trial(key, config, status, reason=reason, crashes=crashes)
+                reason = _quarantine_reason(crashes, reason)
+                return self._put_trial(key, config, "quarantined", reason=reason, crashes=crashes)
+            owner = this_process()
+            if old is not None and _is_timed(old):
+                self._update_trial(key, config, owner=owner, crashes=crashes)
+                return replace(old, status="running", owner=owner, crashes=crashes)
+            return self._put_trial(
+                key,
+                config,
+                "running",
+                reason=reason,
+                crashes=crashes,
+                workload=workload,
+                owner=owner,
+            )
 
     def finish_trial(
         self,
@@ -184,11 +189,12 @@ class Store:
         spread_us: float | None = None,
         reason: str | None = None,
         origin: Origin = "measured",
+        workload: str | None = None,
     ) -> Trial:
         """Record how a trial ended, and commit; one that never began (skipped) may end too.
 
         Returns the stored row: a "crashed" one may have become "quarantined", and a quarantined
-        config stays so.
+        config stays so. A prediction changes nothing that was measured, and a skip no time.
 
         Raises:
             StoreError: a measured "ok" without a time above 0.
@@ -200,6 +206,11 @@ class Store:
             )
         with self._writing():
             old = self._trial(key, config)
+            if old is not None and origin == "predicted" and old.origin == "measured":
+                return old
+            if old is not None and status == "skipped" and _is_timed(old):
+                self._update_trial(key, config, owner=None)
+                return replace(old, owner=None)
             crashes = (old.crashes if old else 0) + (status == "crashed")
             stored: Status = status
             if old is not None and old.status == "quarantined":
@@ -215,6 +226,7 @@ class Store:
                 reason=reason,
                 crashes=crashes,
                 origin=origin,
+                workload=workload,
             )
 
     def trial_keys(self) -> list[RecordKey]:
@@ -229,20 +241,21 @@ class Store:
         return self._trials(key, "median_us is null, median_us, config_key")
 
     def history(self, key: RecordKey) -> list[Trial]:
-        """Every config tried for a key, in the order in which the trials ended."""
-        return self._trials(key, "date, rowid")  # dates are to the second; rows stay as begun
+        """Every config tried for a key, in the order in which they were first taken up."""
+        return self._trials(key, "rowid")  # an upsert keeps it, a date is that of the last change
 
     def _trials(self, key: RecordKey, order: str) -> list[Trial]:
         with self._reading():
             rows = self._db["trials"].rows_where("key_hash = ?", [key.digest], order_by=order)
             return [_trial_of(row) for row in rows]
 
-    def top(self, key: RecordKey, n: int = 16) -> list[Trial]:
-        """The `n` fastest configs that ran and were correct."""
-        good = [t for t in self.trials(key) if t.status == "ok" and t.median_us is not None]
-        return good[:n]
+    def top(self, key: RecordKey, n: int = 16, workload: str | None = None) -> list[Trial]:
+        """The `n` fastest configs that ran and were correct; those timed on `workload` first."""
+        return _best_first(filter(_is_timed, self.trials(key)), workload)[:n]
 
-    def top_of_other_versions(self, key: RecordKey, n: int = 16) -> list[Trial]:
+    def top_of_other_versions(
+        self, key: RecordKey, n: int = 16, workload: str | None = None
+    ) -> list[Trial]:
         """The `n` fastest that ran under another Triton or other templates, all else equal."""
         same = ("text_key", "bucket", "device_key", "policy")
         where = " and ".join(f"{name} = ?" for name in same)
@@ -250,11 +263,10 @@ class Store:
             rows = self._db["trials"].rows_where(
                 f"{where} and key_hash != ? and status = 'ok' and median_us is not null",
                 [*(getattr(key, name) for name in same), key.digest],
-                order_by="median_us, config_key",
             )
             best: dict[str, Trial] = {}
-            for row in rows:
-                best.setdefault(row["config_key"], _trial_of(row))
+            for trial in _best_first(map(_trial_of, rows), workload):
+                best.setdefault(trial.config_key, trial)
             return list(best.values())[:n]
 
     def _trial(self, key: RecordKey, config: KernelConfig) -> Trial | None:
@@ -284,6 +296,9 @@ class Store:
         self._db["trials"].upsert(row, pk=("key_hash", "config_key"))
         return trial
 
+    def _update_trial(self, key: RecordKey, config: KernelConfig, **named: Any) -> None:
+        self._db["trials"].update((key.digest, config.key), named)
+
     def record_winner(self, record: Record) -> bool:
         """Store a winner and say whether it was: a predicted one never replaces a measured one."""
         with self._writing():
@@ -293,6 +308,22 @@ class Store:
                 return False
             self._put_winner(record)
             return True
+
+    def replace_winner(self, record: Record, held: Record | None) -> bool:
+        """Store a measured winner in place of `held`, which it was compared with.
+
+        Returns False, and stores nothing, if another process has stored another one meanwhile.
+        """
+        with self._writing():
+            if self.measured_winner(record.key) != held:
+                return False
+            self._put_winner(record)
+            return True
+
+    def measured_winner(self, key: RecordKey) -> Record | None:
+        """The winner that is held for a key, if it was measured."""
+        found = (r for r in self.winners(key.text_key) if r.key == key and r.origin == "measured")
+        return next(found, None)
 
     def winners(self, text_key: str | None = None) -> list[Record]:
         """Every winner, or those of one spec; an unreadable row is skipped with a warning."""
@@ -331,6 +362,26 @@ class Store:
 
 def _quarantine_reason(crashes: int, last: str | None) -> str:
     return f"crashed {crashes} times; last: {last or 'no reason given'}"
+
+
+def _is_timed(trial: Trial) -> bool:
+    return trial.status == "ok" and trial.median_us is not None
+
+
+def _best_first(trials: Iterable[Trial], workload: str | None) -> list[Trial]:
+    """Those timed on `workload` first. A bucket's sizes differ up to 8-fold, so that times of
+    different ones are compared as multiples of the best of their own."""
+    known = list(trials)
+    best: dict[str | None, float] = {}
+    for trial in known:
+        time = trial.median_us or 0.0
+        best[trial.workload] = min(time, best.get(trial.workload, time))
+
+    def rank(trial: Trial) -> tuple[bool, float, str]:
+        ratio = (trial.median_us or 0.0) / best[trial.workload]
+        return (trial.workload != workload, ratio, trial.config_key)
+
+    return sorted(known, key=rank)
 
 
 def _trial_of(row: dict[str, Any]) -> Trial:

@@ -143,6 +143,18 @@ def test_older_schema_is_migrated_after_a_backup(path: Path) -> None:
     assert list(path.parent.glob("tuning.db.backup-*")) == [backup]
 
 
+def test_trials_without_workload_and_owner_are_kept(path: Path) -> None:
+    with Store.open(path) as store:
+        store.finish_trial(KEY, config(16), "ok", median_us=5.0)
+        before = store.trials(KEY)
+    with closing(sqlite3.connect(path)) as conn, conn:
+        for column in ("workload", "owner"):
+            conn.execute(f"alter table trials drop column {column}")
+        conn.execute("delete from _sqlite_migrations where name = '003_trial_workload_and_owner'")
+    with Store.open(path) as store:
+        assert store.trials(KEY) == before
+
+
 @pytest.mark.parametrize("kind", ["nfs4", "cifs", "fuse.sshfs", "lustre", "ext4"])
 def test_network_file_systems_are_refused(tmp_path: Path, kind: str) -> None:
     share = tmp_path / "my share"
