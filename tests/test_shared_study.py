@@ -86,7 +86,7 @@ def workers(folder: Path, url: str, names: str = "abc", **how: int) -> list[Work
 def claims(url: str) -> list[Claim]:
     with opened(url) as storage:
         space = axes(session.SPEC, session.BUCKET, session.GPU)
-        return SharedStudy(storage, url, session.KEY, space).claims()
+        return SharedStudy(storage, url, session.KEY, session.SIZES, space).claims()
 
 
 def wait_for(url: str, good: int) -> None:
@@ -197,7 +197,9 @@ def pair(tmp_path: Path) -> Iterator[tuple[SharedStudy, SharedStudy]]:
     url = f"journal://{tmp_path}/study.log"
     space = axes(session.SPEC, session.BUCKET, session.GPU)
     with opened(url) as one, opened(url) as other:
-        yield tuple(SharedStudy(each, url, session.KEY, space) for each in (one, other))
+        yield tuple(
+            SharedStudy(each, url, session.KEY, session.SIZES, space) for each in (one, other)
+        )
 
 
 DEFAULT = session.job(COUNT).default()

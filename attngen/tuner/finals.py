@@ -55,6 +55,7 @@ class Finalists:
         self._timer = timer
         self._times = dict(times)
         self._default = default if default in times else None
+        self._default_us = times.get(default) if default is not None else None
         holder = held.kernel_config if held is not None else default
         self._holder = holder if holder in times else self._default
         self._errors = errors
@@ -76,13 +77,18 @@ class Finalists:
                 break
             if self._verified(config, refuse):
                 chosen.append(config)
+        repeated = False
         while chosen:
             try:
                 *found, again = self._in_turns([*chosen, chosen[0]])
             except TrialFailedError as error:
+                if not repeated:  # a hiccup is no finalist's doing
+                    repeated = True
+                    continue
                 guilty = self._guilty(chosen, error)
                 refuse(guilty, error.status, error.kind, error.reason)
                 chosen.remove(guilty)
+                repeated = False
                 continue
             self.results = dict(zip(chosen, found, strict=True))
             self.noise = abs(again.median_us / found[0].median_us - 1)
@@ -128,8 +134,11 @@ class Finalists:
         """The winner with its evidence."""
         config = self.winner()
         found = self.results[config]
-        # Without a default that runs there is nothing to gain against: the winner's own time.
-        default = self.results.get(self._default or config, found)
+        # A default that was dropped has its time of the search. Without one that runs there is
+        # nothing to gain against: the winner's own time.
+        default_us = self._default_us or found.median_us
+        if self._default in self.results:
+            default_us = self.results[self._default].median_us
         assert self._timer.provenance is not None
         return Record(
             key=key,
@@ -137,7 +146,7 @@ class Finalists:
             config=config.as_dict(),
             median_us=found.median_us,
             spread_us=found.spread_us,
-            default_us=default.median_us,
+            default_us=default_us,
             rounds=ROUNDS,
             error=self._errors.get(config),
             origin="measured",

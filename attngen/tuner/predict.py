@@ -19,7 +19,7 @@ from attngen.records import Provenance, Record, now
 from attngen.search_space import candidates, model_order
 from attngen.store import Outcome, Store
 from attngen.tuner.report import TuneReport
-from attngen.tuner.seeds import stored_configs
+from attngen.tuner.seeds import best_configs
 from attngen.tuner.session import Compiler, Job, Progress
 from attngen.tuner.static_check import Compiled, objection
 from attngen.tuner.timing_client import TrialFailedError
@@ -74,7 +74,7 @@ class Prediction:
         raise self._nothing_runs()
 
     def _order(self) -> list[KernelConfig]:
-        """Untried candidates: stored neighbours, then the model's order."""
+        """Untried candidates: what was measured here and near, then the model's order."""
         job, direction = self._job, self._job.bucket.direction
         known = {
             configs.from_dict(direction, trial.config): trial
@@ -83,7 +83,7 @@ class Prediction:
         }
         self.report.resumed = len(known)
         self._reasons |= {trial.config_key: trial.reason or "" for trial in known.values()}
-        stored = stored_configs(self._store, job.spec, job.key, job.bucket, job.gpu)
+        stored = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
         order = model_order(
             job.spec, job.bucket, job.gpu, candidates(job.spec, job.bucket, job.gpu)
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -40,8 +42,8 @@ def tune(
 ) -> list[TuneReport]:
     """Find the fastest correct config for a spec and a workload, and store it.
 
-    A second call under the same key goes on from what the first stored; so does one after Ctrl-C,
-    which keeps everything that was measured.
+    A second call under the same key goes on from what the first stored; so does one after Ctrl-C or
+    SIGTERM, which keep everything that was measured.
 
     Args:
         spec: what is computed.
@@ -72,7 +74,8 @@ def tune(
             shared storage cannot be used.
         NoFeasibleConfigError: no config runs; nothing is stored as a winner.
         StoreError: the database cannot be written.
-        KeyboardInterrupt: after what was measured is stored.
+        KeyboardInterrupt: after what was measured is stored; also on SIGTERM, unless the program
+            handles that itself.
     """
     directions = _directions(direction)
     _refuse_empty(workload, budget)
@@ -86,6 +89,7 @@ def tune(
     tell = progress or (lambda event: None)
     with ExitStack() as stack:
         shared = None if storage is None else stack.enter_context(_opened(storage))
+        stack.enter_context(_sigterm_interrupts())
         stack.enter_context(kept_workers())
         if not isinstance(store, Store):
             store = stack.enter_context(Store.open(store))
@@ -149,10 +153,28 @@ def _opened(storage: str) -> Iterator[Callable[..., Session]]:
             job: Job, store: Store, pool: CompilePool, timer: TimingClient, tell: Progress
         ) -> Session:
             space = axes(job.spec, job.bucket, job.gpu)
-            study = SharedStudy(shared, storage, job.key, space)
+            study = SharedStudy(shared, storage, job.key, job.workload, space)
             return SharedSession(job, store, pool, timer, tell, study)
 
         yield session
+
+
+@contextmanager
+def _sigterm_interrupts() -> Iterator[None]:
+    """SIGTERM raises KeyboardInterrupt, where it would end the process at once."""
+
+    def interrupt(*signal_and_frame: object) -> None:
+        raise KeyboardInterrupt("SIGTERM")
+
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _directions(direction: str) -> tuple[Direction, ...]:

@@ -12,17 +12,22 @@ from attngen.lookup import lookup
 from attngen.records import RecordKey
 from attngen.spec import AttentionSpec
 from attngen.store import Store, Trial
-from attngen.workload import Bucket
+from attngen.workload import Bucket, Workload
 
 MAX_SEEDS = 5
 MAX_REVALIDATED = 16
 
 
 def stored_configs(
-    store: Store, spec: AttentionSpec, key: RecordKey, bucket: Bucket, gpu: GpuInfo
+    store: Store,
+    spec: AttentionSpec,
+    key: RecordKey,
+    bucket: Bucket,
+    gpu: GpuInfo,
+    workload: Workload,
 ) -> list[KernelConfig]:
     """Winners that a look-up would serve for this key, best first (exact, neighbour buckets, other
-    SKUs), then the fastest of other Triton and template versions.
+    SKUs), then the fastest on other sizes of the bucket, and of other Triton and template versions.
 
     The look-up offers its candidates in order until one is accepted; refusing all lists them.
     """
@@ -33,19 +38,27 @@ def stored_configs(
         return ["only listed"]
 
     lookup(store, key, bucket, gpu, list_only)
+    sizes = str(workload)
     found = [
         *list(dict.fromkeys(offered))[:MAX_SEEDS],
-        *_configs(bucket, store.top_of_other_versions(key)),
+        *_configs(bucket, [t for t in store.top(key, workload=sizes) if t.workload != sizes]),
+        *_configs(bucket, store.top_of_other_versions(key, workload=sizes)),
     ]
     return [config for config in dict.fromkeys(found) if not infeasible(spec, config, gpu)]
 
 
 def best_configs(
-    store: Store, spec: AttentionSpec, key: RecordKey, bucket: Bucket, gpu: GpuInfo
+    store: Store,
+    spec: AttentionSpec,
+    key: RecordKey,
+    bucket: Bucket,
+    gpu: GpuInfo,
+    workload: Workload,
 ) -> list[KernelConfig]:
     """The stored top of this key, or of its other versions: what `--revalidate` times again."""
-    top = _configs(bucket, store.top(key)) or _configs(bucket, store.top_of_other_versions(key))
-    found = [*top, *stored_configs(store, spec, key, bucket, gpu)]
+    top = store.top(key, workload=str(workload))
+    top = top or store.top_of_other_versions(key, workload=str(workload))
+    found = [*_configs(bucket, top), *stored_configs(store, spec, key, bucket, gpu, workload)]
     return [c for c in dict.fromkeys(found) if not infeasible(spec, c, gpu)][:MAX_REVALIDATED]
 
 

@@ -7,6 +7,7 @@ starts from what is stored.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -28,7 +29,7 @@ from attngen.tuner.report import TuneReport
 from attngen.tuner.search import Search
 from attngen.tuner.seeds import best_configs, stored_configs
 from attngen.tuner.static_check import Compiled, objection
-from attngen.tuner.timing_client import TrialFailedError
+from attngen.tuner.timing_client import GPU_MEMORY, TrialFailedError
 from attngen.workload import Bucket, Workload
 
 MODEL_SEEDS = 20
@@ -85,6 +86,7 @@ class Session:
         self._times: dict[KernelConfig, float] = {}
         self._errors: dict[KernelConfig, float] = {}
         self._reasons: dict[str, str] = {}
+        self._refuted: set[KernelConfig] = set()
         self._slowed: set[KernelConfig] = set()
         self._since_gain = 0
         self._default = job.default()
@@ -97,14 +99,14 @@ class Session:
         space = axes(job.spec, job.bucket, job.gpu)
         direction = job.bucket.direction
         if job.revalidate:
-            known = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu)
+            known = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
             first = [self._default, *known] if self._default is not None else known
             return Search(direction, first, space, first, seed=job.seed, exhaustive=True)
         order = model_order(
             job.spec, job.bucket, job.gpu, candidates(job.spec, job.bucket, job.gpu)
         )
         starts = [] if self._default is None else [self._default]
-        starts += stored_configs(self._store, job.spec, job.key, job.bucket, job.gpu)
+        starts += stored_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
         starts += order[:MODEL_SEEDS]
         return Search(direction, order, space, starts, seed=job.seed, exhaustive=job.exhaustive)
 
@@ -125,9 +127,9 @@ class Session:
 
     def _resume(self) -> None:
         """Tell the search every stored outcome, in the order in which they came."""
-        for trial in sorted(self._store.trials(self._job.key), key=lambda t: t.date):
+        for trial in self._store.history(self._job.key):
             config = configs.from_dict(self._job.bucket.direction, trial.config)
-            if must_run_again(trial):
+            if must_run_again(trial, self._job.workload):
                 continue
             self.report.resumed += 1
             self._reasons[trial.config_key] = trial.reason or ""
@@ -135,18 +137,11 @@ class Session:
 
     def _conclude(self) -> None:
         """Decide, unless nothing new was measured."""
-        held = self._held()
+        held = self._store.measured_winner(self._job.key)
         if held is not None and self.report.measured == 0:
             self.report.record = held
         else:
             self._decide(held)
-
-    def _held(self) -> Record | None:
-        """The measured winner that is stored for this key."""
-        for record in self._store.winners(self._job.key.text_key):
-            if record.key == self._job.key and record.origin == "measured":
-                return record
-        return None
 
     def _explore(self) -> None:
         """Compile ahead and time what compiled, until a stop rule says so."""
@@ -194,21 +189,23 @@ class Session:
         return self._search.ask()
 
     def _begin(self, config: KernelConfig) -> Trial:
-        return self._store.begin_trial(self._job.key, config)
+        return self._store.begin_trial(self._job.key, config, str(self._job.workload))
 
     def _finish(self, config: KernelConfig, status: Outcome, **found: Any) -> None:
         """Record what came of a config."""
-        self._store.finish_trial(self._job.key, config, status, **found)
+        sizes = str(self._job.workload)
+        self._store.finish_trial(self._job.key, config, status, workload=sizes, **found)
+
+    def _give_back(self, config: KernelConfig) -> None:
+        """A config that was begun has no verdict: it keeps the one it had."""
+        self._store.finish_trial(self._job.key, config, "skipped", reason=INTERRUPTED)
 
     def _next_compiled(self) -> Compiled | None:
         """A compiled config, of several the one that spills least; None when time is up."""
         futures = [future for _, future in self._pending]
         left = self._job.budget - self._elapsed()
-        wait(
-            futures,
-            timeout=None if not self._times else max(left, 0.0),
-            return_when=FIRST_COMPLETED,
-        )
+        patience = None if not self._times else min(max(left, 0.0), threading.TIMEOUT_MAX)
+        wait(futures, timeout=patience, return_when=FIRST_COMPLETED)
         ready = [(config, future) for config, future in self._pending if future.done()]
         if not ready:
             for _, future in self._pending:
@@ -224,12 +221,12 @@ class Session:
         if (why := objection(compiled, self._job.gpu)) is not None:
             self._refuse(config, why.status, why.kind, why.reason)
             return
-        trial = self._begin(config)
-        if trial.status != "running":
-            self._refuse(config, "skipped", trial.status, trial.reason or trial.status)
-            return
         best = min(self._times.values(), default=None)
         try:
+            trial = self._begin(config)
+            if trial.status != "running":
+                self._refuse(config, "skipped", trial.status, trial.reason or trial.status)
+                return
             found = self._timer.measure(config, None if best is None else HOPELESS * best)
             if slowed_down(found.clocks_mhz) and config not in self._slowed:
                 self._take_later(compiled)
@@ -238,7 +235,7 @@ class Session:
             self._refuse(config, error.status, error.kind, error.reason)
             return
         except KeyboardInterrupt:
-            self._store.finish_trial(self._job.key, config, "skipped", reason=INTERRUPTED)
+            self._give_back(config)
             raise
         self._finish(
             config,
@@ -256,7 +253,7 @@ class Session:
     def _take_later(self, compiled: Compiled) -> None:
         """The clock fell while a config was timed: it has another turn, one only."""
         config = compiled.config
-        self._store.finish_trial(self._job.key, config, "skipped", reason=INTERRUPTED)
+        self._give_back(config)
         self._slowed.add(config)
         ready: Future[Compiled] = Future()
         ready.set_result(compiled)
@@ -276,6 +273,8 @@ class Session:
         """Record that a config gave no time."""
         self._finish(config, status, reason=reason)
         self._times.pop(config, None)
+        if kind != GPU_MEMORY:
+            self._refuted.add(config)
         self._reasons[config.key] = reason
         if status == "skipped":
             self.report.skipped[kind] += 1
@@ -312,24 +311,54 @@ class Session:
 
     def _decide(self, held: Record | None) -> None:
         """Re-measure the best against each other and store the winner."""
+        while True:
+            if held is not None:
+                self._time_held(held.kernel_config)
+            record = self._play(held)
+            if record is held or self._store.replace_winner(record, held):
+                break
+            held = self._store.measured_winner(self._job.key)  # another process was faster
+        self.report.record = record
+        self._progress({"event": "winner", "bucket": self._job.bucket.key, "config": record.config})
+
+    def _time_held(self, config: KernelConfig) -> None:
+        """What is in use takes part in the last comparison: time it, if that was not done."""
+        self._pending.clear()
+        if config in self._times or config in self._refuted:
+            return
+        self.report.tried += 1
+        self._take(self._compiler.submit(config).result())
+        while self._pending:  # the clock fell meanwhile
+            self._take(self._pending.popleft()[1].result())
+
+    def _play(self, held: Record | None) -> Record:
+        """The last comparison's record; `held` itself if that could neither lose nor fail."""
         finalists = Finalists(self._timer, self._times, self._default, held, self._errors)
         finalists.play(self._refuse)
+        in_use = None if held is None else held.kernel_config
+        untried = in_use not in finalists.results and in_use not in self._refuted
+        if held is not None and untried:
+            return held
         if not finalists.results:
             raise self._nothing_ran()
         for config, found in finalists.results.items():
+            sizes = str(self._job.workload)
             self._store.finish_trial(
-                self._job.key, config, "ok", median_us=found.median_us, spread_us=found.spread_us
+                self._job.key,
+                config,
+                "ok",
+                median_us=found.median_us,
+                spread_us=found.spread_us,
+                workload=sizes,
             )
         self.report.noise = finalists.noise
-        self.report.record = finalists.record(self._job.key, self._job.bucket.direction)
-        self._store.record_winner(self.report.record)
-        self._progress(
-            {"event": "winner", "bucket": self._job.bucket.key, "config": self.report.record.config}
-        )
+        return finalists.record(self._job.key, self._job.bucket.direction)
 
 
-def must_run_again(trial: Trial) -> bool:
-    """Did an earlier run leave a config without a verdict, or with a predicted one?"""
+def must_run_again(trial: Trial, workload: Workload) -> bool:
+    """Did an earlier run leave a config without a verdict for this workload?"""
     if trial.status == "ok":
-        return trial.median_us is None
-    return trial.status in ("running", "crashed") or trial.reason == INTERRUPTED
+        return trial.median_us is None or trial.workload != str(workload)
+    if trial.status == "skipped":
+        return trial.reason is not None and trial.reason.startswith((INTERRUPTED, GPU_MEMORY))
+    return trial.status in ("running", "crashed")

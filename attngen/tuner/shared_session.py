@@ -19,6 +19,7 @@ from attngen.tuner.finals import Timer
 from attngen.tuner.report import TuneReport
 from attngen.tuner.session import Compiler, Job, Progress, Session, must_run_again
 from attngen.tuner.shared_study import Claim, SharedStudy, crashes, taken
+from attngen.tuner.timing_client import GPU_MEMORY
 
 
 class SharedSession(Session):
@@ -39,6 +40,8 @@ class SharedSession(Session):
         self._taken_by_all = 0
         self._elsewhere: dict[str, KernelConfig] = {}
         """What others have claimed and not finished."""
+        self._released: set[KernelConfig] = set()
+        """What this worker had no memory for."""
 
     def run(self) -> TuneReport:
         with self._study.present():
@@ -52,7 +55,8 @@ class SharedSession(Session):
                 self._told.add(claim.id)  # it runs once more
         known = taken(claims)
         for trial in self._store.trials(self._job.key):
-            if not must_run_again(trial) and trial.config_key not in known:
+            again = must_run_again(trial, self._job.workload)
+            if not again and trial.config_key not in known:
                 self._publish(trial)
         self._hear()
         self.report.resumed, self.report.others = self.report.others, 0
@@ -75,8 +79,11 @@ class SharedSession(Session):
         free = [name for name in self._elsewhere if name not in held]
         for name in [name for name in self._elsewhere if name not in running]:
             config = self._elsewhere.pop(name)
-            if name in free and crashes(claims, name) < MAX_CRASHES:
-                self._search.again(config)
+            if name in free and config not in self._released:
+                if crashes(claims, name) < MAX_CRASHES:
+                    self._search.again(config)
+                else:
+                    self._note(config, None)
         return bool(free)
 
     def _hear_of(self, claim: Claim) -> None:
@@ -90,6 +97,9 @@ class SharedSession(Session):
             self.report.others += 1
             if claim.reason is not None:
                 self._reasons[claim.name] = claim.reason
+            if claim.median_us is None:
+                self._times.pop(config, None)
+                self._refuted.add(config)
             self._note(config, claim.median_us)
 
     def _taken(self) -> int:
@@ -114,9 +124,14 @@ class SharedSession(Session):
 
     def _finish(self, config: KernelConfig, status: Outcome, **found: Any) -> None:
         super()._finish(config, status, **found)
-        trial_id = self._study.finish(
-            config.key, status, median_us=found.get("median_us"), reason=found.get("reason")
-        )
+        median_us, reason = found.get("median_us"), found.get("reason")
+        if status == "skipped" and (reason or "").startswith(GPU_MEMORY):
+            self._released.add(config)
+            self._study.release(config.key)  # another GPU may have room
+            return
+        trial_id = self._study.finish(config.key, status, median_us=median_us, reason=reason)
+        if trial_id is None and status in ("failed", "crashed"):  # as a finalist
+            trial_id = self._study.refute(config, reason)
         if trial_id is not None:
             self._told.add(trial_id)
 
@@ -140,6 +155,9 @@ class SharedSession(Session):
 
     def _conclude(self) -> None:
         """Play the finals, or wait for who does, and store the winner."""
+        held = self._store.measured_winner(self._job.key)
+        if held is not None:
+            self._time_held(held.kernel_config)
         while True:
             self._hear()
             claims = self._study.claims()
@@ -150,16 +168,29 @@ class SharedSession(Session):
                     self._keep(claim)
                     return
             if self._study.claim(name):
-                if played and self._held() is None:
+                if played and self._store.measured_winner(self._job.key) is None:
                     self._keep(played[-1])
-                self._decide(self._held())
+                self._decide(self._store.measured_winner(self._job.key))
                 assert self.report.record is not None
                 self._study.finish(name, "played", winner=self.report.record.to_line())
                 return
             time.sleep(shared_study.POLL_S)
 
+    def _time_held(self, config: KernelConfig) -> None:
+        """Beyond max_trials, too; what others have claimed is theirs to time."""
+        if config in self._times or config in self._refuted:
+            return
+        if self._study.claim(config.key, config):
+            super()._time_held(config)
+
     def _keep(self, finals: Claim) -> None:
-        """Store the winner of finals that another worker played."""
+        """Store the winner of finals that another worker played, unless a newer one is held."""
         assert finals.winner is not None
-        self.report.record = Record.from_line(finals.winner, f"{self._study.name}, {finals.name}")
-        self._store.record_winner(self.report.record)
+        record = Record.from_line(finals.winner, f"{self._study.name}, {finals.name}")
+        while True:
+            held = self._store.measured_winner(self._job.key)
+            if held is not None and held.date > record.date:
+                record = held
+            if record is held or self._store.replace_winner(record, held):
+                break
+        self.report.record = record

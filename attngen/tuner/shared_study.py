@@ -36,6 +36,7 @@ from attngen.search_space import Axes
 from attngen.store import MAX_CRASHES
 from attngen.tuner.search import quiet_optuna
 from attngen.tuner.storage import reaching
+from attngen.workload import Workload
 
 BEAT_S = 10.0
 SILENT_S = 60.0
@@ -94,21 +95,23 @@ def taken(claims: Sequence[Claim]) -> set[str]:
 
 
 class SharedStudy:
-    """A worker's place in the study of one key.
+    """A worker's place in the study of one key and one workload: a bucket's sizes differ.
 
     Args:
         url: names the storage in errors.
         space: the axes, which become the study's parameters.
     """
 
-    def __init__(self, storage: BaseStorage, url: str, key: RecordKey, space: Axes) -> None:
+    def __init__(
+        self, storage: BaseStorage, url: str, key: RecordKey, workload: Workload, space: Axes
+    ) -> None:
         self._storage = storage
         self._url = url
         self._space = space
         self._mine: dict[str, int] = {}
         self._beats: dict[str, tuple[Any, float]] = {}
         self.worker = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.name = f"{key.bucket}-{key.digest}"
+        self.name = f"{key.bucket}-{workload}-{key.digest}"
         with quiet_optuna(), reaching(url):
             try:
                 self._study = storage.create_new_study([StudyDirection.MINIMIZE], self.name)
@@ -116,7 +119,7 @@ class SharedStudy:
                 self._study = storage.get_study_id_from_name(self.name)
             # A Study keeps finished trials, so that only the others are read again.
             self._reader = optuna.load_study(study_name=self.name, storage=storage)
-            for name, value in asdict(key).items():
+            for name, value in (asdict(key) | {"workload": str(workload)}).items():
                 storage.set_study_user_attr(self._study, name, value)
 
     @contextlib.contextmanager
@@ -224,6 +227,24 @@ class SharedStudy:
             else:
                 self._end(trial_id, TrialState.FAIL if failed else TrialState.PRUNED)
         return trial_id
+
+    def refute(self, config: KernelConfig, reason: str | None) -> int:
+        """A config that came to a time turned out wrong: say so in a trial of its own."""
+        params, distributions = self._params(config)
+        trial = create_trial(
+            state=TrialState.FAIL,
+            params=params,
+            distributions=distributions,
+            user_attrs={
+                "worker": self.worker,
+                "name": config.key,
+                "config": config.as_dict(),
+                "status": "failed",
+                "reason": reason,
+            },
+        )
+        with reaching(self._url):
+            return int(self._storage.create_new_trial(self._study, trial))
 
     def release(self, name: str) -> None:
         """Give a claim up: others may have the config."""

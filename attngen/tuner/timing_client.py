@@ -21,6 +21,8 @@ OPEN_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
 
 MODULE = "attngen.tuner.timing_worker"
+GPU_MEMORY = "GPU memory"
+"""The kind, and the beginning of the reason, of a trial that another hour may find room for."""
 
 
 class TrialFailedError(Exception):

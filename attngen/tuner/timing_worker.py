@@ -25,6 +25,7 @@ from attngen.spec import AttentionSpec
 from attngen.tuner import case, gate
 from attngen.tuner.case import Case
 from attngen.tuner.child import Lines
+from attngen.tuner.timing_client import GPU_MEMORY
 from attngen.workload import Direction, Workload, spec_bucket
 
 Answer = dict[str, Any]
@@ -165,7 +166,7 @@ def answer(act: Callable[..., Answer], named: dict[str, Any]) -> Answer:
         return _failed("does not compile", str(error))
     except torch.OutOfMemoryError as error:
         torch.cuda.empty_cache()
-        return {"status": "skipped", "kind": "GPU memory", "reason": str(error)}
+        return {"status": "skipped", "kind": GPU_MEMORY, "reason": f"{GPU_MEMORY}: {error}"}
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         if context_is_lost():

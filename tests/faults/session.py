@@ -45,7 +45,7 @@ def shared(
     storage.LOCK_S = 3
     shared_study.BEAT_S, shared_study.SILENT_S, shared_study.POLL_S = 0.5, 4.0, 0.1
     with storage.opened(url) as opened:
-        study = shared_study.SharedStudy(opened, url, KEY, axes(SPEC, BUCKET, GPU))
+        study = shared_study.SharedStudy(opened, url, KEY, SIZES, axes(SPEC, BUCKET, GPU))
         SharedSession(job(count), store, pool, timer, show, study).run()
 
 
