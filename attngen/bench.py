@@ -28,6 +28,7 @@ from attngen.peers import Attend, CannotServe, Peer
 from attngen.pinned import pinned
 from attngen.spec import AttentionSpec
 from attngen.workload import DIRECTIONS, Direction, Workload
+from attngen.workload import flops as flops
 
 OURS, DEFAULT = "attngen", "attngen default"
 REASON_LENGTH = 160
@@ -89,13 +90,6 @@ def usual_workloads(spec: AttentionSpec) -> list[Workload]:
     """16k tokens and a model width of 2048, in sequences of 1k, 4k and 16k."""
     heads = max(1, 2048 // spec.head_dim)
     return [Workload(16384 // n, heads, heads, n, n) for n in (1024, 4096, 16384)]
-
-
-def flops(spec: AttentionSpec, workload: Workload, direction: Direction) -> float:
-    """Floating point operations that a time is divided into; see the module's docstring."""
-    scores = workload.batch * workload.num_heads_q * workload.seqlen_q * workload.seqlen_k
-    forward = 2.0 * scores * (spec.head_dim + spec.head_dim_v) * (0.5 if spec.is_causal else 1.0)
-    return forward if direction == "fwd" else 2.5 * forward
 
 
 def do_bench(call: Callable[[], Any]) -> float:

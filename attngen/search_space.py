@@ -161,30 +161,6 @@ def kernel_parts(config: KernelConfig) -> dict[str, tuple[Any, ...]]:
     return parts
 
 
-def cover(order: Iterable[KernelConfig]) -> list[KernelConfig]:
-    """The first configs that show every kernel, and tell kernels that always run together apart.
-
-    Kernels are linked where a config runs both; a config is left out if it shows no other kernel
-    and links none that were not linked before. (That is Kruskal's spanning forest.)
-    """
-    links: dict[tuple[str, tuple[Any, ...]], Any] = {}
-
-    def end(part: Any) -> Any:
-        while (further := links.setdefault(part, part)) != part:
-            part = further
-        return part
-
-    found = []
-    for config in order:
-        parts = kernel_parts(config).items()
-        new = any(part not in links for part in parts)
-        ends = {end(part) for part in parts}
-        if new or len(ends) > 1:
-            found.append(config)
-        links |= dict.fromkeys(ends, min(ends, key=repr))
-    return found
-
-
 def joined(one: KernelConfig, other: KernelConfig) -> KernelConfig | None:
     """The dk/dv kernel of one backward config with the dq kernel of another; None if they differ
     in more, or there are none."""

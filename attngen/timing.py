@@ -20,6 +20,9 @@ TARGET_US = 40_000.0
 MIN_RUNS = 7
 MAX_RUNS = 100
 RUNS_PER_ROUND = 3
+LONG_CALL_US = 1e6
+"""A call that takes longer is run less often: `MIN_RUNS_LONG` times, and once a round."""
+MIN_RUNS_LONG = 3
 HOPELESS = 2.0
 """A call slower than this many times the best is not timed to the end."""
 FLUSH_BYTES = 256 << 20
@@ -108,7 +111,8 @@ def measure(clock: Clock, call: Call, stop_above_us: float | None = None) -> Tim
     (first,) = clock.run(call, 1)
     if stop_above_us is not None and first > stop_above_us:
         return Timing(first, 0.0, 1, stopped=True)
-    runs = max(MIN_RUNS, min(MAX_RUNS, round(TARGET_US / max(first, 1e-3))))
+    least = MIN_RUNS_LONG if first > LONG_CALL_US else MIN_RUNS
+    runs = max(least, min(MAX_RUNS, round(TARGET_US / max(first, 1e-3))))
     return summary(clock.run(call, runs))
 
 
@@ -116,14 +120,16 @@ def compare(clock: Clock, calls: Sequence[Call], rounds: int) -> list[Timing]:
     """Time calls against each other: each round runs all of them, in a rotating order.
 
     Drift of clocks and temperature then meets all alike. A round's time is the median of
-    `RUNS_PER_ROUND` runs.
+    `RUNS_PER_ROUND` runs; long calls run once.
     """
     ready = [clock.prepare(call) for call in calls]
     times: list[list[float]] = [[] for _ in ready]
     for turn in range(rounds):
         for step in range(len(ready)):
             at = (turn + step) % len(ready)
-            times[at].append(statistics.median(clock.run(ready[at], RUNS_PER_ROUND)))
+            is_long = turn > 0 and times[at][0] > LONG_CALL_US
+            runs = 1 if is_long else RUNS_PER_ROUND
+            times[at].append(statistics.median(clock.run(ready[at], runs)))
     return [summary(each) for each in times]
 
 

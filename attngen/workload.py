@@ -164,3 +164,10 @@ def spec_window(spec: AttentionSpec) -> tuple[int | None, int | None]:
     if spec.is_causal:
         return (left, 0) if left is not None else (None, None)
     return left, right
+
+
+def flops(spec: AttentionSpec, workload: Workload, direction: Direction) -> float:
+    """Floating point operations that a time is divided into; `attngen.bench` says which."""
+    scores = workload.batch * workload.num_heads_q * workload.seqlen_q * workload.seqlen_k
+    forward = 2.0 * scores * (spec.head_dim + spec.head_dim_v) * (0.5 if spec.is_causal else 1.0)
+    return forward if direction == "fwd" else 2.5 * forward

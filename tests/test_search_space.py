@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,6 @@ from attngen.search_space import (
     axes,
     candidates,
     costs,
-    cover,
     decode,
     encode,
     joined,
@@ -25,7 +25,8 @@ from attngen.search_space import (
     neighbours,
 )
 from attngen.spec import AttentionSpec
-from attngen.tuner.additive import best_pairs
+from attngen.tuner.additive import best_pairs, links
+from attngen.tuner.cover import Cover, parts_of
 from attngen.tuner.search import Search
 from attngen.workload import Direction, Workload, spec_bucket
 
@@ -242,6 +243,60 @@ def two_kernels(config: KernelConfig) -> float:
     return sum(times) if len(times) == 2 else 3 * times[0]
 
 
+def cover(order, runs=lambda config: True) -> list[KernelConfig]:
+    """What is asked for to show every kernel."""
+    seeker, asked = Cover(order), []
+    while (config := seeker.ask(set(asked))) is not None:
+        asked.append(config)
+        seeker.tell(config, runs(config))
+    return asked
+
+
+@pytest.mark.parametrize("ahead", [1, 8])
+@pytest.mark.parametrize("failing", [1, 3, 12])
+def test_cover_finds_other_partners_for_kernels_whose_partner_fails(failing, ahead):
+    """The kernels that most configs of the plain cover run fail; all others must run."""
+    order = search("bwd")[1]
+    every = {part for config in order for part in parts_of(config)}
+    plain = cover(order)
+    hubs = Counter(part for config in plain for part in parts_of(config)).most_common(failing)
+    broken = {part for part, _ in hubs}
+    seeker, asked, waiting = Cover(order), set(), []
+    ran: set = set()
+    while True:
+        while len(waiting) < ahead and (config := seeker.ask(asked)) is not None:
+            asked.add(config)
+            waiting.append(config)
+        if not waiting:
+            break
+        config = waiting.pop(0)
+        good = broken.isdisjoint(parts_of(config))
+        ran |= set(parts_of(config)) if good else set()
+        seeker.tell(config, good)
+    assert ran == every - broken
+    assert seeker.unknown() == 0
+    assert len(asked) < len(plain) + 3 * ahead * failing
+
+
+def test_cover_counts_kernels_that_only_failing_ones_run_beside():
+    order = [c for c in search("bwd")[1] if c.dq == "kernel" and c.tiles == "pointer"]
+    seeker, asked = Cover(order[:2]), set()
+    while (config := seeker.ask(asked)) is not None:
+        asked.add(config)
+        seeker.tell(config, False)
+    assert asked == set(order[:2]) and seeker.unknown() > 0
+
+
+def test_exhaustive_search_says_what_it_did_not_find_out():
+    _, order = search("bwd")
+    space = axes(CAUSAL, bucket_of("bwd"), H200)
+    seeker = Search("bwd", order[:600], space, order[:5], exhaustive=True)
+    while (config := seeker.ask()) is not None:
+        seeker.tell(config, None if config.tiles == "pointer" else two_kernels(config))
+    words = seeker.exhausted()
+    assert words.startswith("every kernel was tried, ") and words.endswith("others that fail")
+
+
 def test_exhaustive_search_finds_the_best_pair_of_backward_kernels():
     """Each kernel's every tile once, then the pairs of the best: a 20th of all configs."""
     seeker, order = search("bwd", exhaustive=True)
@@ -267,6 +322,41 @@ def test_pairs_come_fastest_first_with_the_time_they_should_take():
     for expected, config in pairs[:5]:
         assert {config.tiles} == {c.tiles for c in same}
         assert expected == pytest.approx(two_kernels(config), rel=1e-6)
+
+
+def test_pairs_stay_within_what_measured_configs_link():
+    """Between groups any share of a time can be moved, so that sums across mean nothing."""
+    order = search("bwd")[1]
+    one, other = (
+        [c for c in order if c.dq == "kernel" and c.tiles == "pointer" and chosen(c)]
+        for chosen in (
+            lambda c: (c.block_m, c.dq_block_m) == (64, 64),
+            lambda c: (c.block_m, c.dq_block_m) == (32, 32),
+        )
+    )
+    times = {c: two_kernels(c) for c in (*cover(one), *cover(other))}
+    groups = [{part for c in kind for part in parts_of(c)} for kind in (one, other)]
+    pairs = best_pairs(times)
+    assert pairs and all(any(g.issuperset(parts_of(c)) for g in groups) for _, c in pairs)
+    for expected, config in pairs:
+        assert expected == pytest.approx(two_kernels(config), rel=1e-6)
+    ((slower, link),) = links(times)
+    assert slower == max(min(times[c] for c in times if c in kind) for kind in (one, other))
+    assert all(not group.isdisjoint(parts_of(link)) for group in groups)
+    times[link] = two_kernels(link)
+    assert not links(times)
+    assert any(not any(g.issuperset(parts_of(c)) for g in groups) for _, c in best_pairs(times))
+
+
+def test_search_links_groups_of_backward_kernels():
+    seeker, order = search("bwd")
+    same = [c for c in order if c.dq == "kernel" and c.tiles == "pointer"]
+    first = same[0]
+    second = next(c for c in same if not set(parts_of(c)) & set(parts_of(first)))
+    for config in (first, second):
+        seeker.tell(config, 100.0)
+    asked = [seeker.ask() for _ in range(14)]
+    assert joined(first, second) in asked or joined(second, first) in asked
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)

@@ -35,6 +35,17 @@ def test_measure_takes_more_runs_of_shorter_calls():
     assert timing.measure(tape, "long").median_us == 50_000.0
 
 
+def test_calls_of_seconds_run_a_few_times_only():
+    tape = Tape({"slow": 5e6, "long": 50_000.0})
+    assert timing.measure(tape, "slow").runs == timing.MIN_RUNS_LONG
+    counts: list[tuple] = []
+    run = tape.run
+    tape.run = lambda call, count: counts.append((call, count)) or run(call, count)
+    timing.compare(tape, ["slow", "long"], rounds=9)
+    total = {call: sum(n for each, n in counts if each == call) for call in ("slow", "long")}
+    assert total == {"slow": 8 + timing.RUNS_PER_ROUND, "long": 9 * timing.RUNS_PER_ROUND}
+
+
 @pytest.mark.parametrize(("limit", "stopped"), [(None, False), (200.0, False), (99.0, True)])
 def test_measure_gives_up_on_hopeless_calls(limit, stopped):
     found = timing.measure(Tape({"call": 100.0}), "call", limit)

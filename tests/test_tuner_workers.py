@@ -93,6 +93,27 @@ def test_a_lost_timing_worker_is_replaced():
         assert client.verify(FWD) < 0.05  # with its tensors set up again
 
 
+@pytest.mark.parametrize("limit", [None, 10e6], ids=["first", "best-known"])
+def test_a_call_of_five_seconds_is_waited_for(monkeypatch, limit):
+    """It runs six times in a measurement, of a kernel at 100 TFLOP/s."""
+    asked: dict[str, float] = {}
+
+    def ask(self, action, named, timeout_s):
+        asked[action] = timeout_s
+        return {"median_us": 5e6, "spread_us": 1.0, "stopped": False, "error": 0.0}
+
+    monkeypatch.setattr(TimingClient, "_start", lambda self: {})
+    monkeypatch.setattr(TimingClient, "_ask", ask)
+    client = TimingClient()
+    client.open(AttentionSpec(head_dim=128), Workload(8, 32, 32, 62_000, 62_000), "fwd")
+    client.measure(FWD, limit)
+    client.verify(FWD)
+    assert 120 < asked["measure"] < 600 and asked["verify"] > 60
+    client.open(AttentionSpec(head_dim=128), Workload(8, 32, 32, 1000, 1000), "fwd")
+    client.measure(FWD, None)
+    assert asked["measure"] < 31
+
+
 def test_children_end_with_their_parent():
     code = (
         "from attngen.tuner.process import Worker; import os;"

@@ -19,14 +19,16 @@ from optuna.distributions import BaseDistribution, IntDistribution
 from optuna.trial import TrialState
 
 from attngen.config import KernelConfig
-from attngen.search_space import Axes, cover, decode, encode, neighbours
-from attngen.tuner.additive import best_pairs
+from attngen.search_space import Axes, decode, encode, neighbours
+from attngen.tuner.additive import best_pairs, links
+from attngen.tuner.cover import Cover
 from attngen.workload import Direction
 
 _NEAREST = 8  # how many of the best configs lend their neighbours
 _REFUSED = 2.0  # a config that cannot run counts as this many times the worst
 _WORTH = 1.01  # pairs are tried that should take at most so many times the best
 _WORTH_ALL = 1.03  # the same in an exhaustive search
+_WORTH_A_LINK = 1.1  # groups of kernels are linked if the best of either comes so near the best
 
 
 class Search:
@@ -51,15 +53,16 @@ class Search:
         exhaustive: bool = False,
     ) -> None:
         self._direction = direction
-        self._order = cover(order) if exhaustive else order
+        self._order = order
+        self._cover = Cover(order) if exhaustive else None
         self._rank = {config: rank for rank, config in enumerate(order)}
         self._space = space
-        self._exhaustive = exhaustive
         self._starts = deque(dict.fromkeys(starts))
         self._seen: set[KernelConfig] = set()
         self._next = 0
         self._turn = False
         self._pairs: list[tuple[float, KernelConfig]] | None = None
+        self._links: list[tuple[float, KernelConfig]] = []
         self._asked: dict[KernelConfig, optuna.trial.Trial] = {}
         self._times: dict[KernelConfig, float] = {}
         self._axes: dict[str, BaseDistribution] = {
@@ -69,8 +72,8 @@ class Search:
 
     def ask(self) -> KernelConfig | None:
         """A config not asked for before; None once there is none left."""
-        if self._exhaustive:
-            config = self._start() or self._in_order() or self._pair(_WORTH_ALL)
+        if self._cover is not None:
+            config = self._start() or self._cover.ask(self._seen) or self._pair(_WORTH_ALL)
         else:
             self._turn = not self._turn
             config = (
@@ -83,9 +86,12 @@ class Search:
     def tell(self, config: KernelConfig, median_us: float | None) -> None:
         """What came of a config: its time, or None if it cannot run. It is not asked for again."""
         self._seen.add(config)
+        self._times.pop(config, None)  # a finalist may turn out wrong
         if median_us is not None:
             self._times[config] = median_us
-            self._pairs = None
+        self._pairs = None
+        if self._cover is not None:
+            self._cover.tell(config, median_us is not None)
         trial = self._asked.pop(config, None) or self._enqueued(config)
         if trial is None:
             return
@@ -97,6 +103,14 @@ class Search:
         """Ask for a config once more, next: whoever had it gave no verdict."""
         self._seen.discard(config)
         self._starts.appendleft(config)
+
+    def exhausted(self) -> str:
+        """What it means that there is none left."""
+        unknown = self._cover.unknown() if self._cover is not None else 0
+        if unknown:
+            return f"every kernel was tried, {unknown} of them only beside others that fail"
+        every = "config" if self._seen.issuperset(self._rank) else "kernel"
+        return f"every {every} was tried"
 
     def _start(self) -> KernelConfig | None:
         while self._starts:
@@ -114,15 +128,17 @@ class Search:
         return None
 
     def _pair(self, worth: float) -> KernelConfig | None:
-        """The pair of backward kernels that should be fastest, if it comes near the best."""
-        limit = worth * min(self._times.values(), default=0.0)
+        """The pair of backward kernels that should be fastest, if it comes near the best; before
+        that, one that tells more about the others."""
+        best = min(self._times.values(), default=0.0)
         if self._pairs is None:
-            self._pairs = best_pairs(self._times)
-        for expected, config in self._pairs:
-            if expected > limit:
-                return None
-            if config in self._rank and config not in self._seen:
-                return config
+            self._pairs, self._links = best_pairs(self._times), links(self._times)
+        for limit, pairs in ((_WORTH_A_LINK, self._links), (worth, self._pairs)):
+            for expected, config in pairs:
+                if expected > limit * best:
+                    break
+                if config in self._rank and config not in self._seen:
+                    return config
         return None
 
     def _sampled(self) -> KernelConfig | None:

@@ -148,7 +148,7 @@ class Session:
         while True:
             self._fill()
             if not self._pending:
-                self.report.stopped_by = self.report.stopped_by or "every config was tried"
+                self.report.stopped_by = self.report.stopped_by or self._search.exhausted()
                 return
             compiled = self._next_compiled()
             if compiled is None:
@@ -264,6 +264,7 @@ class Session:
         self._search.tell(config, median_us)
         if median_us is None:
             return
+        self._refuted.discard(config)
         self._since_gain += 1
         if median_us < min(self._times.values(), default=float("inf")):
             self._since_gain = 0

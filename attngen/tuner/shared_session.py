@@ -145,9 +145,11 @@ class SharedSession(Session):
                 return
 
     def _others_leave_some(self) -> bool:
-        """Wait for the others; True once there is something to take up."""
+        """Wait for the others; True once there may be something to take up."""
         while True:
-            if self._hear() and not self._stop_rule():
+            heard = self.report.others
+            free = self._hear()
+            if (free or self.report.others > heard) and not self._stop_rule():
                 return True
             if not self._elsewhere:
                 return False

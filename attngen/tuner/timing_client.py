@@ -13,12 +13,17 @@ from attngen.records import Provenance
 from attngen.spec import AttentionSpec
 from attngen.timing import RUNS_PER_ROUND
 from attngen.tuner.process import Worker, WorkerLostError
-from attngen.workload import Direction, Workload
+from attngen.workload import Direction, Workload, flops
 
 RUN_TIMEOUT_S = 30.0
 LOAD_TIMEOUT_S = 90.0
 OPEN_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
+
+SLOWEST_FLOPS = 1e13
+"""Operations a second below which no kernel is waited for: a tenth of what good ones do."""
+MEASURED_CALLS = 10
+"""How many calls a measurement of long ones makes."""
 
 MODULE = "attngen.tuner.timing_worker"
 GPU_MEMORY = "GPU memory"
@@ -60,6 +65,7 @@ class TimingClient:
         )
         self._worker: Worker | None = None
         self._opened: dict[str, Any] | None = None
+        self._longest_us = 0.0
         hello = self._start()
         self.gpu: GpuInfo | None = None
         """None if this machine has no GPU."""
@@ -83,6 +89,8 @@ class TimingClient:
         Raises:
             TuningError: they do not fit, or the forward pass that a backward needs fails.
         """
+        work = flops(spec, workload, direction)
+        self._longest_us = 1e6 * work / SLOWEST_FLOPS
         self._opened = {"spec": spec.key, "workload": str(workload), "direction": direction}
         try:
             self._ask("open", self._opened, OPEN_TIMEOUT_S)
@@ -108,9 +116,9 @@ class TimingClient:
         """
         named: dict[str, Any] = {"config": config.as_dict()}
         self._ask("load", named, LOAD_TIMEOUT_S)
-        return _measured(
-            self._ask("measure", named | {"stop_above_us": stop_above_us}, RUN_TIMEOUT_S)
-        )
+        expected_us = min(self._longest_us, stop_above_us or self._longest_us)
+        patience = RUN_TIMEOUT_S + 1e-6 * MEASURED_CALLS * expected_us
+        return _measured(self._ask("measure", named | {"stop_above_us": stop_above_us}, patience))
 
     def verify(self, config: KernelConfig) -> float:
         """The largest error in sampled rows and keys of the tuned shape.
@@ -119,7 +127,8 @@ class TimingClient:
             TrialFailedError: a result is wrong.
         """
         self._ask("load", {"config": config.as_dict()}, LOAD_TIMEOUT_S)
-        return float(self._ask("verify", {"config": config.as_dict()}, RUN_TIMEOUT_S)["error"])
+        patience = RUN_TIMEOUT_S + 1e-6 * self._longest_us
+        return float(self._ask("verify", {"config": config.as_dict()}, patience)["error"])
 
     def compare(
         self, configs: Sequence[KernelConfig], rounds: int, expected_us: float
