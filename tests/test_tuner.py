@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import zlib
 from collections import Counter
 from concurrent.futures import Future
@@ -473,3 +474,191 @@ def test_revalidate_times_the_stored_top_again_and_nothing_else(store, version):
 def test_revalidate_without_anything_stored_times_the_default(store):
     report, _ = run(store, what=replace(job(), revalidate=True))
     assert report.measured == 1 and report.record.kernel_config == DEFAULT
+
+
+# ---- what is held stays ---------------------------------------------------------------------
+
+
+@pytest.fixture
+def winner(tmp_path):
+    """A record of BEST at 80 us, from another database."""
+    with Store.open(tmp_path / "other.db") as other:
+        return run(other)[0].record
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_merged_winner_is_a_finalist_before_it_is_replaced(store, winner, count):
+    store.merge([winner])
+    timer = FakeTimer()
+    report, _ = run(store, timer, what=job(max_trials=count))
+    assert BEST in timer.compared and report.record.kernel_config == BEST
+    assert [r.kernel_config for r in store.winners()] == [BEST]
+
+
+def test_a_merged_winner_that_loses_or_fails_is_replaced(store, winner):
+    store.merge([winner])
+    slow = FakeTimer(lambda c: 120.0 if c == BEST else seconds(c))
+    report, _ = run(store, slow, what=job(max_trials=1))
+    assert store.winners() == [report.record] and report.record.kernel_config == DEFAULT
+
+
+def test_a_held_winner_that_fails_now_is_replaced(store, winner):
+    store.merge([winner])
+    wrong = FakeTimer(trouble=fails("failed", "wrong result", BEST))
+    report, _ = run(store, wrong, what=job(max_trials=1))
+    assert store.winners() == [report.record] and report.record.kernel_config == DEFAULT
+
+
+def test_a_held_winner_without_room_in_memory_now_is_kept(store, winner):
+    store.merge([winner])
+    full = FakeTimer(trouble=fails("skipped", "GPU memory", BEST))
+    report, _ = run(store, full, what=job(max_trials=1))
+    assert store.winners() == [winner] == [report.record]
+
+
+def test_a_held_winner_under_a_falling_clock_is_still_timed(store, winner):
+    store.merge([winner])
+
+    class Throttled(FakeTimer):
+        def measure(self, config, stop_above_us):
+            return replace(super().measure(config, stop_above_us), clocks_mhz=(1980, 1500))
+
+    report, _ = run(store, Throttled(), what=job(max_trials=1))
+    assert report.record.kernel_config == BEST
+
+
+def test_a_winner_that_another_run_stores_meanwhile_is_compared_too(store, winner):
+    class Meanwhile(FakeTimer):
+        def compare(self, configs, rounds, expected_us):
+            if self.calls["compare"] == 0:
+                store.merge([winner])
+            return super().compare(configs, rounds, expected_us)
+
+    timer = Meanwhile()
+    report, _ = run(store, timer, what=job(max_trials=1))
+    assert timer.calls["compare"] == 2 and BEST in timer.compared
+    assert store.winners() == [report.record] and report.record.kernel_config == BEST
+
+
+@pytest.mark.parametrize("kind", ["GPU memory", "Ctrl-C"])
+def test_an_undone_revalidation_leaves_times_and_winner(store, kind):
+    first, _ = run(store)
+    before = store.history(job().key)
+
+    def trouble(action, config):
+        if kind == "Ctrl-C":
+            raise KeyboardInterrupt
+        fails("skipped", kind)(action, config)
+
+    with pytest.raises((KeyboardInterrupt, NoFeasibleConfigError)):
+        run(store, FakeTimer(trouble=trouble), what=replace(job(), revalidate=True))
+    assert store.history(job().key) == before and store.winners() == [first.record]
+    report, _ = run(store, what=job(max_trials=5))
+    assert report.record == first.record and report.measured == 0
+
+
+def test_what_found_no_memory_is_tried_again(store):
+    run(store, FakeTimer(trouble=fails("skipped", "GPU memory", BEST)))
+    assert statuses(store)[BEST.key] == "skipped"
+    report, _ = run(store)
+    assert statuses(store)[BEST.key] == "ok" and report.record.kernel_config == BEST
+
+
+def test_a_hiccup_in_the_last_comparison_accuses_nobody(store):
+    class Hiccup(FakeTimer):
+        def compare(self, configs, rounds, expected_us):
+            if self.calls["compare"] == 0:
+                self.calls["compare"] += 1
+                raise TrialFailedError("crashed", "crashed", "no answer within 30 s; killed")
+            return super().compare(configs, rounds, expected_us)
+
+    timer = Hiccup(lambda c: 150.0 if c == DEFAULT else seconds(c))
+    report, _ = run(store, timer)
+    assert report.record.default_us == 150.0 and not report.failed
+    assert set(statuses(store).values()) == {"ok"}
+
+
+def test_a_default_that_is_dropped_last_has_its_time_of_the_search(store):
+    timer = FakeTimer(trouble=fails("crashed", "crashed", DEFAULT, action="compare"))
+    report, _ = run(store, timer)
+    assert (report.record.kernel_config, report.record.default_us) == (BEST, 100.0)
+
+
+def test_history_is_the_order_of_the_search(store):
+    order: list[str] = []
+
+    class Listing(FakeTimer):
+        def measure(self, config, stop_above_us):
+            order.append(config.key)
+            return super().measure(config, stop_above_us)
+
+    run(store, Listing())
+    assert [trial.config_key for trial in store.history(job().key)] == order
+
+
+def test_a_budget_without_end(store):
+    report, _ = run(store, what=job(budget=float("inf")))
+    assert report.measured == 30
+
+
+# ---- other sizes of the same bucket ---------------------------------------------------------
+
+SMALL = Workload(3, 32, 8, 2100, 2100)
+
+
+def small(**how) -> Job:
+    return replace(job(**how), workload=SMALL)
+
+
+def test_times_of_another_size_are_an_order_and_no_times(store):
+    assert spec_bucket("fwd", SPEC, SMALL) == job().bucket
+    run(store, FakeTimer(lambda c: seconds(c) / 4), what=small(max_trials=25))
+    stored = store.top(job().key)
+    timer, compiler = FakeTimer(), FakeCompiler()
+    report, _ = run(store, timer, compiler, what=job(max_trials=30))
+    assert report.resumed == 0 and report.measured == 30
+    assert min(limit for limit in timer.limits if limit) == 2 * 80.0
+    assert [c.key for c in compiler.seen[2:8]] == [t.config_key for t in stored[2:8]]
+    assert report.record.median_us == 80.0
+
+
+def test_what_failed_at_another_size_is_not_tried(store):
+    run(store, FakeTimer(trouble=fails("failed", "wrong result", BEST)), what=small())
+    timer = FakeTimer()
+    report, _ = run(store, timer)
+    assert report.resumed == 1 and statuses(store)[BEST.key] == "failed"
+
+
+def test_a_prediction_begins_with_what_was_measured_and_leaves_it(store):
+    with pytest.raises(KeyboardInterrupt):
+        run(store, FakeTimer(trouble=interrupt_on_compare))
+    before = store.history(job().key)
+    report = predict(store)
+    assert report.record.kernel_config == BEST
+    assert store.history(job().key) == before
+
+
+def interrupt_on_compare(action, config):
+    if action == "compare":
+        raise KeyboardInterrupt
+
+
+def test_sigterm_ends_a_run_like_ctrl_c():
+    from attngen.tuner.run import _sigterm_interrupts
+
+    with pytest.raises(KeyboardInterrupt), _sigterm_interrupts():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_sigterm_stays_with_a_program_that_handles_it():
+    from attngen.tuner.run import _sigterm_interrupts
+
+    got = []
+    before = signal.signal(signal.SIGTERM, lambda *args: got.append(args))
+    try:
+        with _sigterm_interrupts():
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(got) == 1
