@@ -25,6 +25,7 @@ from support import REPO
 from attngen.config import FwdConfig
 from attngen.search_space import candidates, model_order
 from attngen.store import Store, Trial
+from attngen.tuner import compile_pool, timing_client, tune
 
 COUNT = 60
 LEFT_BEHIND_S = 10.0
@@ -152,6 +153,27 @@ def test_random_kills_lose_no_measurement(
     while workers_of(path):
         assert time.monotonic() < deadline, f"left behind: {workers_of(path)}"
         time.sleep(0.1)
+
+
+def test_sigterm_leaves_no_trial_running(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{REPO / 'tests'}{os.pathsep}{REPO}")
+    monkeypatch.setattr(compile_pool, "MODULE", "faults.compile_worker")
+    monkeypatch.setattr(timing_client, "MODULE", "faults.timing_worker")
+    measured = []
+
+    def progress(event: dict[str, Any]) -> None:
+        if event["status"] == "ok":
+            measured.append(event["config"])
+            signal.raise_signal(signal.SIGTERM)
+
+    path = tmp_path / "tuning.db"
+    with pytest.raises(KeyboardInterrupt):
+        tune(session.SPEC, session.SIZES, direction="fwd", store=path, jobs=1, progress=progress)
+    with Store.open(path, readonly=True) as store:
+        (key,) = store.trial_keys()
+        trials = store.trials(key)
+    assert [t.config_key for t in trials if t.status == "ok"] == measured and len(measured) == 1
+    assert not any(t.owner for t in trials)
 
 
 def test_the_plan_has_every_fault() -> None:
