@@ -20,7 +20,7 @@ from attngen.search_space import candidates, model_order
 from attngen.store import Outcome, Store
 from attngen.tuner.report import TuneReport
 from attngen.tuner.seeds import best_configs
-from attngen.tuner.session import Compiler, Job, Progress
+from attngen.tuner.session import Compiler, Job, Progress, must_run_again
 from attngen.tuner.static_check import Compiled, objection
 from attngen.tuner.timing_client import TrialFailedError
 
@@ -79,7 +79,7 @@ class Prediction:
         known = {
             configs.from_dict(direction, trial.config): trial
             for trial in self._store.trials(job.key)
-            if trial.status in ("failed", "skipped", "quarantined")
+            if trial.status != "ok" and not must_run_again(trial, job.workload)
         }
         self.report.resumed = len(known)
         self._reasons |= {trial.config_key: trial.reason or "" for trial in known.values()}

@@ -87,6 +87,7 @@ class Session:
         self._errors: dict[KernelConfig, float] = {}
         self._reasons: dict[str, str] = {}
         self._refuted: set[KernelConfig] = set()
+        """What failed in this run, or must not run."""
         self._slowed: set[KernelConfig] = set()
         self._since_gain = 0
         self._default = job.default()
