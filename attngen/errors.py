@@ -7,6 +7,7 @@ AttngenError
 ├── KernelCompileError             an emitted file does not compile: names file and line
 ├── NoFeasibleConfigError          no tile fits the GPU: lists what was tried
 ├── StoreError                     the tuning database cannot be read or written
+│   └── DamagedStoreError          its file is none, or no longer one
 └── TuningError                    a tuning run cannot start or produced no winner
 
 Every message says what was wrong, the value, what is allowed and the next step.
@@ -51,6 +52,10 @@ class NoFeasibleConfigError(AttngenError):
 
 class StoreError(AttngenError):
     """The tuning database cannot be read or written."""
+
+
+class DamagedStoreError(StoreError):
+    """A file is no SQLite database, or a damaged one."""
 
 
 class TuningError(AttngenError):

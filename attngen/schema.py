@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from sqlite_utils import Database, Migrations
 
-from attngen.errors import StoreError
+from attngen.errors import DamagedStoreError, StoreError
 from attngen.records import RecordKey, now
 
 WRITE_TIMEOUT_S = 60.0
@@ -44,6 +44,8 @@ _NEXT_STEPS = (
     ),
     ("readonly", "cannot be written", "name one that you may write with --db or ATTNGEN_DB"),
 )
+
+_DAMAGE = ("not a database", "malformed")
 
 _KEY_COLUMNS: dict[str, type] = {field.name: str for field in fields(RecordKey)}
 
@@ -87,7 +89,8 @@ def explained(path: Path) -> Iterator[None]:
         message = (error.strerror if isinstance(error, OSError) else None) or str(error)
         for piece, what, step in _NEXT_STEPS:
             if piece in message:
-                raise StoreError(f"tuning database {path} {what} ({error}); {step}") from error
+                kind = DamagedStoreError if piece in _DAMAGE else StoreError
+                raise kind(f"tuning database {path} {what} ({error}); {step}") from error
         raise StoreError(
             f"tuning database {path} cannot be used ({message}); {ELSEWHERE}"
         ) from error

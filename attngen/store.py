@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -21,7 +23,7 @@ from typing import Any, Literal
 from sqlite_utils import Database
 
 from attngen.config import KernelConfig
-from attngen.errors import StoreError
+from attngen.errors import DamagedStoreError, StoreError
 from attngen.owner import is_gone, this_process
 from attngen.paths import database_path
 from attngen.record_checks import Origin
@@ -91,12 +93,23 @@ class Store:
         changes and nothing raises: a missing file reads as empty, and one that cannot be used
         too, after one warning (`trouble` says why).
 
+        A damaged file in the cache folder is renamed, never deleted, and a new one begun: a warning
+        says so. One that was named (here or by ATTNGEN_DB) is refused.
+
         Raises:
             StoreError: opened to write, and the file is damaged, locked, of a newer schema, on a
                 network file system, or not writable; says what to do.
         """
+        is_named = path is not None or "ATTNGEN_DB" in os.environ
         path = Path(path) if path is not None else database_path()
         if not readonly:
+            try:
+                return cls(path, open_writer(path, mounts), None, False)
+            except DamagedStoreError as error:
+                if is_named:
+                    raise
+                what, _, _ = str(error).partition(";")
+                warn_once(f"{what}; it was renamed to {_set_aside(path)}, and a new one begun")
             return cls(path, open_writer(path, mounts), None, False)
         try:
             with explained(path):
@@ -358,6 +371,17 @@ class Store:
         row = record.as_dict() | {"key_hash": record.key.digest}
         row |= {name: json.dumps(row[name], sort_keys=True) for name in _JSON_COLUMNS}
         self._db["winners"].upsert(row, pk="key_hash")
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename a damaged database, with its WAL files, and return its new name."""
+    aside = Path(f"{path}.damaged-{re.sub(r'[^0-9]', '', now())}-{os.getpid()}")
+    with explained(path):
+        path.rename(aside)
+        for suffix in ("-wal", "-shm"):
+            if (beside := Path(f"{path}{suffix}")).exists():
+                beside.rename(f"{aside}{suffix}")
+    return aside
 
 
 def _quarantine_reason(crashes: int, last: str | None) -> str:

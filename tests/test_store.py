@@ -298,3 +298,34 @@ def test_modules_need_neither_torch_nor_triton(module: str) -> None:
     root = Path(attngen.store.__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", check], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "content", [b"no database at all " * 50, b"SQLite format 3\0" + b"x" * 5000]
+)
+def test_a_damaged_file_in_the_cache_folder_is_set_aside(
+    content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("ATTNGEN_DB", raising=False)
+    monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / "tuning.db").write_bytes(content)
+    with (
+        pytest.warns(RuntimeWarning, match="was renamed to .*tuning.db.damaged-"),
+        Store.open() as store,
+    ):
+        store.record_winner(MEASURED)
+        assert store.winners() == [MEASURED]
+    (aside,) = tmp_path.glob("tuning.db.damaged-*[0-9]")
+    assert aside.read_bytes() == content
+
+
+def test_a_damaged_file_that_was_named_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "notes.txt"
+    notes.write_bytes(b"no database at all " * 50)
+    monkeypatch.setenv("ATTNGEN_DB", str(notes))
+    for path in (None, notes):
+        with pytest.raises(StoreError, match="is no SQLite database"):
+            Store.open(path)
+    assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
