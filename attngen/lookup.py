@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
@@ -18,8 +19,8 @@ Tier = Literal["user", "shipped", "stale", "neighbour bucket", "other sku", "def
 EXACT_TIERS: tuple[Tier, ...] = ("user", "shipped")
 _NEAR_TIERS: tuple[Tier, ...] = ("stale", "neighbour bucket", "other sku")
 _VERSION_FIELDS = frozenset({"triton", "template_hash"})
-# Bucket axes that may be one step off, the least harmful first.
-_STEP_AXES = ("batch_heads", "seqlen_k", "seqlen_q")
+# Lengths that may be one step off, the less harmful first.
+_LENGTHS = ("seqlen_k", "seqlen_q")
 MAX_NEAR_MISSES = 4
 
 
@@ -67,8 +68,9 @@ def lookup(
         shipped_records: default `records.shipped()`.
 
     Order: exact (the user's before shipped, but measured before predicted), other Triton or
-    templates ("stale"), one bucket step on one axis, same arch on another SKU. The last two take
-    other Triton and template versions too, after the same ones.
+    templates ("stale"), neighbour buckets, same arch on another SKU. The last two take other Triton
+    and template versions too, after the same ones. A neighbour's lengths are at most one step off:
+    one of them, or both together, as in self-attention. Its batch * heads may be any.
     """
     where = f"{key.bucket} of {key.text_key} on {gpu.name} ({key.device_key})"
     why = [
@@ -109,7 +111,7 @@ def _candidate(
     source: Literal["user", "shipped"], record: Record, key: RecordKey, bucket: Bucket, gpu: GpuInfo
 ) -> _Candidate:
     differing = _differences(key, bucket, record.key)
-    tier = _tier_of(differing, gpu.arch) if differing else source
+    tier = _tier_of(differing, bucket, gpu.arch) if differing else source
     return _Candidate(source, record, differing, tier)
 
 
@@ -123,37 +125,51 @@ def _differences(key: RecordKey, bucket: Bucket, found: RecordKey) -> dict[str, 
     }
 
 
-def _tier_of(differing: dict[str, tuple[Any, Any]], arch: str) -> Tier | None:
+def _tier_of(differing: dict[str, tuple[Any, Any]], bucket: Bucket, arch: str) -> Tier | None:
     """Which near tier a record with these differences may serve, if any.
 
     Triton and template hash are soft: they make an exact match stale, and a near one stays near.
-    Everything else may differ in one respect only.
+    Everything else may differ in one respect only: the device, or the sizes.
     """
     hard = differing.keys() - _VERSION_FIELDS
     if not hard:
         return "stale"
-    if len(hard) > 1:
-        return None
-    (name,) = hard
-    found, wanted = differing[name]
-    if name in _STEP_AXES:
-        low, high = sorted((found, wanted))
-        return "neighbour bucket" if low > 0 and high == 2 * low else None
-    if name == "device_key":
+    if hard == {"device_key"}:
+        found, _ = differing["device_key"]
         return "other sku" if found.split("-")[0] == arch else None
-    return None
+    return "neighbour bucket" if _is_neighbour({n: differing[n] for n in hard}, bucket) else None
+
+
+def _is_neighbour(sizes: dict[str, tuple[int, int]], bucket: Bucket) -> bool:
+    """Are the lengths at most one step off, in one direction?
+
+    A window is cut to seqlen_k, and so may step with it. Batch * heads decides how many programs
+    run, hardly which tile is best for one.
+    """
+    if sizes.keys() - {*_LENGTHS, "batch_heads", "window"} or 0 in itertools.chain(*sizes.values()):
+        return False
+    if "window" in sizes:
+        widths, keys = sizes["window"], sizes.get("seqlen_k", (bucket.seqlen_k,) * 2)
+        if widths != tuple(min(max(widths), each) for each in keys):
+            return False
+    lengths = (sizes[name] for name in _LENGTHS if name in sizes)
+    steps = {had.bit_length() - want.bit_length() for had, want in lengths}
+    return steps <= {1} or steps <= {-1}
 
 
 def _rank(candidate: _Candidate) -> tuple[Any, ...]:
-    """Sort key, best first: tier, measured, same versions, the user's, the mildest step."""
+    """Sort key, best first: tier, measured, same versions, the user's, the mildest step of the
+    lengths, the nearest batch * heads."""
     tier, record, differing = candidate.tier, candidate.record, candidate.differing
+    had, wanted = differing.get("batch_heads", (0, 0))
     return (
         1 + _NEAR_TIERS.index(tier) if tier in _NEAR_TIERS else 0,
         record.origin != "measured",
         "triton" in differing,
         "template_hash" in differing,
         candidate.source != "user",
-        next((i for i, axis in enumerate(_STEP_AXES) if axis in differing), 0),
+        sum(1 + i for i, axis in enumerate(_LENGTHS) if axis in differing),
+        abs(had.bit_length() - wanted.bit_length()),
         -record.gain,
         record.to_line(),
     )

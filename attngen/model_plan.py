@@ -20,7 +20,8 @@ from attngen.values import shown
 from attngen.workload import DIRECTIONS, Bucket, Direction, Workload, check_direction, spec_bucket
 
 SEQLENS = (2048, 8192)
-"""Default lengths. A record also serves one step up or down, so these cover 1024 to 16384."""
+"""Default lengths. A record also serves one step up or down, in both lengths together and whatever
+the batch, so these cover 1024 to 16384."""
 TRAINING_TOKENS = 8192
 DECODE_BATCH = 16
 DEFAULT_DTYPE = "bfloat16"

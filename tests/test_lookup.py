@@ -58,7 +58,17 @@ def test_lookup_exact_measured_shipped_before_predicted_user(store: Store) -> No
         pytest.param(under(device_key=H100.device_key), "other sku", id="h100"),
         pytest.param(under(device_key=A100.device_key), "default", id="other-arch"),
         pytest.param(at(seqlen_q=1024), "default", id="two-steps"),
-        pytest.param(at(seqlen_q=2048, seqlen_k=2048), "default", id="two-axes"),
+        pytest.param(at(seqlen_q=2048, seqlen_k=2048), "neighbour bucket", id="half-both"),
+        pytest.param(at(seqlen_q=8192, seqlen_k=8192), "neighbour bucket", id="double-both"),
+        pytest.param(at(seqlen_q=2048, seqlen_k=8192), "default", id="opposite-steps"),
+        pytest.param(at(seqlen_q=1024, seqlen_k=1024), "default", id="two-steps-both"),
+        pytest.param(at(batch_heads=4), "neighbour bucket", id="few-heads"),
+        pytest.param(
+            at(seqlen_q=2048, seqlen_k=2048, batch_heads=512),
+            "neighbour bucket",
+            id="step-and-heads",
+        ),
+        pytest.param(at(seqlen_q=2048, group_size=4), "default", id="step-and-group"),
         pytest.param(at(group_size=4), "default", id="group-size"),
         pytest.param(at(window=1024), "default", id="window"),
         pytest.param(at(page_size=16), "default", id="page-size"),
@@ -87,7 +97,11 @@ def test_lookup_follows_the_tiers_in_order() -> None:
         (under(template_hash="old"), "stale"),
         (under(triton="3.5"), "stale"),
         (at(batch_heads=128), "neighbour bucket"),
+        (at(batch_heads=1024), "neighbour bucket"),
         (at(seqlen_k=8192), "neighbour bucket"),
+        (at(seqlen_k=8192, batch_heads=128), "neighbour bucket"),
+        (at(seqlen_q=8192), "neighbour bucket"),
+        (at(seqlen_q=8192, seqlen_k=8192), "neighbour bucket"),
         (under(at(batch_heads=128), triton="3.5"), "neighbour bucket"),
         (under(device_key=H100.device_key), "other sku"),
     ]
@@ -95,6 +109,24 @@ def test_lookup_follows_the_tiers_in_order() -> None:
         pool = [record for record, _ in ladder[start:]]
         found = find(None, *reversed(pool))
         assert (found.record, found.tier) == ladder[start]
+
+
+@pytest.mark.parametrize(
+    ("had", "wanted", "tier"),
+    [
+        pytest.param((2048, 2048), (1024, 1024), "neighbour bucket", id="cut-in-both"),
+        pytest.param((8192, 4096), (4096, 4096), "neighbour bucket", id="covers-one"),
+        pytest.param((4096, 1024), (4096, 512), "default", id="another-window"),
+        pytest.param((2048, 1024), (1024, 512), "default", id="another-window-and-step"),
+    ],
+)
+def test_lookup_lets_a_window_step_with_the_keys_that_cut_it(
+    had: tuple[int, int], wanted: tuple[int, int], tier: str
+) -> None:
+    found, bucket = (
+        replace(BUCKET, seqlen_q=keys, seqlen_k=keys, window=width) for keys, width in (had, wanted)
+    )
+    assert find(None, under(bucket=found.key), bucket=bucket).tier == tier
 
 
 def test_lookup_redoes_the_static_check_and_says_so() -> None:
@@ -159,7 +191,7 @@ def test_a_deterministic_spec_is_served_by_what_won_among_all_configs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ATTNGEN_DB", str(tmp_path / "tuning.db"))
-    spec, gpu = AttentionSpec(head_dim=128, deterministic=True), H200
+    spec, gpu = AttentionSpec(head_dim=96, deterministic=True), H200  # none of these is shipped
     bucket = spec_bucket("bwd", spec, Workload(2, 8, 8, 777, 777))
     key = record_key(replace(spec, deterministic=False), bucket, gpu)
     tile = {"block_m": 32, "block_n": 32, "num_warps": 4, "num_stages": 1}

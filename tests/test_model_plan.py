@@ -17,12 +17,14 @@ from click.testing import CliRunner, Result
 from samples import H200, MEASURED
 
 from attngen.cli import main
+from attngen.config import default_config
 from attngen.errors import NoFeasibleConfigError, SpecError
 from attngen.identity import record_key
+from attngen.lookup import lookup
 from attngen.model_plan import Plan, plan_list, plan_model, plan_stored
 from attngen.spec import AttentionSpec
 from attngen.store import Store
-from attngen.workload import DIRECTIONS, Workload, spec_bucket
+from attngen.workload import DIRECTIONS, Direction, Workload, spec_bucket
 
 LLAMA3 = {
     "architectures": ["LlamaForCausalLM"],
@@ -137,6 +139,41 @@ def rows(plan: Plan) -> list[str]:
 
 def skips(plan: Plan) -> dict[str, str]:
     return {skipped.what: skipped.why for skipped in plan.skipped}
+
+
+@pytest.mark.parametrize(
+    ("workload", "directions"),
+    [
+        *(
+            pytest.param(f"1,32,8,{n},{n}", ("fwd",), id=f"prefill-{n}")
+            for n in (1024, 4096, 16384)
+        ),
+        pytest.param("2,32,8,4096,4096", DIRECTIONS, id="training-4096"),
+        pytest.param("8,32,8,1024,1024", DIRECTIONS, id="training-1024"),
+    ],
+)
+def test_records_of_the_default_plan_serve_one_step_around(
+    workload: str, directions: tuple[Direction, ...]
+) -> None:
+    records = [
+        replace(
+            MEASURED,
+            key=record_key(job.spec, spec_bucket(direction, job.spec, job.workload), H200),
+            direction=direction,
+            config=default_config(
+                job.spec, spec_bucket(direction, job.spec, job.workload), H200
+            ).as_dict(),
+        )
+        for job in plan_model(LLAMA3).jobs
+        for direction in job.directions
+    ]
+    spec = AttentionSpec.parse(CAUSAL)
+    for direction in directions:
+        bucket = spec_bucket(direction, spec, Workload.parse(workload))
+        key = record_key(spec, bucket, H200)
+        found = lookup(None, key, bucket, H200, lambda config: [], shipped_records=records)
+        assert found.tier == "neighbour bucket", found.why
+        assert "wanted" in found.why[-1], "explain says what differs"
 
 
 def test_llama_by_default() -> None:
