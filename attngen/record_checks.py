@@ -14,8 +14,12 @@ from attngen.workload import DIRECTIONS, Bucket, Direction
 Origin = Literal["measured", "predicted"]
 ORIGINS: tuple[Origin, ...] = ("measured", "predicted")
 
+Status = Literal["ok", "failed", "running", "crashed", "skipped", "quarantined"]
+STATUSES: tuple[Status, ...] = get_args(Status)
+
 DATE_FORMAT = "%Y-%m-%dT%H:%M:%SZ"
 MAX_MICROSECONDS = 1e12
+MIN_MICROSECONDS = 1e-3  # far below any launch
 MAX_COUNT = 10**6
 
 
@@ -37,6 +41,14 @@ def problem_of(named: Any) -> str | None:
     )
 
 
+def trial_problem(row: dict[str, Any]) -> str | None:
+    """What is wrong with a row of trials whose config is parsed; None if nothing is."""
+    for name, (is_legal, allowed) in _TRIAL_RULES.items():
+        if not is_legal(row[name]):
+            return f"{name} must be {allowed}, got {_short(row[name])}"
+    return _config_problem("bwd" if row["bucket"].startswith("bwd") else "fwd", row["config"])
+
+
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.isprintable()
 
@@ -50,7 +62,7 @@ def _is_count(value: Any) -> bool:
 
 
 def _is_time(value: Any) -> bool:
-    return value is None or (_is_number(value) and 0 < value < MAX_MICROSECONDS)
+    return value is None or (_is_number(value) and MIN_MICROSECONDS <= value < MAX_MICROSECONDS)
 
 
 def _is_bound(value: Any) -> bool:
@@ -78,7 +90,7 @@ def _is_clocks(value: Any) -> bool:
 
 
 _TEXT = (_is_text, "a non-empty line of text")
-_TIME = (_is_time, "microseconds above 0, or null")
+_TIME = (_is_time, f"microseconds from {MIN_MICROSECONDS} up, or null")
 _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "text_key": _TEXT,
     "template_hash": _TEXT,
@@ -100,6 +112,16 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "clocks_mhz": (_is_clocks, "[before, after] in MHz, or null"),
     "provenance": (lambda v: isinstance(v, dict), "an object"),
     "date": (_is_date, 'UTC as "2026-11-29T21:38:00Z"'),
+}
+
+_TRIAL_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    name: _RULES[name] for name in ("config", "median_us", "spread_us", "origin", "date")
+} | {
+    "bucket": (lambda v: isinstance(v, str), "a text"),
+    "config_key": (lambda v: isinstance(v, str), "a text"),
+    "status": (lambda v: v in STATUSES, f"one of {', '.join(STATUSES)}"),
+    "reason": (lambda v: v is None or isinstance(v, str), "a text, or null"),
+    "crashes": (_is_count, f"an int from 0 to {MAX_COUNT - 1}"),
 }
 
 # Fields of a provenance, and whether each must be known.

@@ -123,7 +123,7 @@ class Record:
     def from_line(cls, line: str, where: str = "record") -> Record:
         """The inverse of `to_line`; `where` (as "line 3") begins each error message."""
         try:
-            named = json.loads(line)
+            named = json.loads(line, object_pairs_hook=_each_once)
         except (ValueError, RecursionError) as error:
             raise StoreError(f"{where}: not JSON ({error}); export it again") from None
         return cls.from_dict(named, where)
@@ -143,6 +143,16 @@ class Record:
             clocks_mhz=None if clocks is None else (clocks[0], clocks[1]),
             **named,
         )
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two values for one name a reader could believe either."""
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} is given twice")
+    return named
 
 
 def preference(record: Record) -> tuple[bool, bool, float, str, str]:

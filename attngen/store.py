@@ -26,7 +26,7 @@ from attngen.config import KernelConfig
 from attngen.errors import DamagedStoreError, StoreError
 from attngen.owner import is_gone, this_process
 from attngen.paths import database_path
-from attngen.record_checks import Origin
+from attngen.record_checks import Origin, Status, trial_problem
 from attngen.records import Record, RecordKey, now, preference, warn_once
 from attngen.schema import (
     PROC_MOUNTS,
@@ -38,7 +38,6 @@ from attngen.schema import (
     refuse_place,
 )
 
-Status = Literal["ok", "failed", "running", "crashed", "skipped", "quarantined"]
 Outcome = Literal["ok", "failed", "crashed", "skipped"]
 
 MAX_CRASHES = 2
@@ -260,7 +259,15 @@ class Store:
     def _trials(self, key: RecordKey, order: str) -> list[Trial]:
         with self._reading():
             rows = self._db["trials"].rows_where("key_hash = ?", [key.digest], order_by=order)
-            return [_trial_of(row) for row in rows]
+            return list(self._readable(rows))
+
+    def _readable(self, rows: Iterable[dict[str, Any]]) -> Iterator[Trial]:
+        """The trials of rows; a damaged one is skipped with a warning."""
+        for row in rows:
+            try:
+                yield _trial_of(row)
+            except StoreError as error:
+                warn_once(f"{self.path}: {error}; it is skipped")
 
     def top(self, key: RecordKey, n: int = 16, workload: str | None = None) -> list[Trial]:
         """The `n` fastest configs that ran and were correct; those timed on `workload` first."""
@@ -278,14 +285,14 @@ class Store:
                 [*(getattr(key, name) for name in same), key.digest],
             )
             best: dict[str, Trial] = {}
-            for trial in _best_first(map(_trial_of, rows), workload):
+            for trial in _best_first(self._readable(rows), workload):
                 best.setdefault(trial.config_key, trial)
             return list(best.values())[:n]
 
     def _trial(self, key: RecordKey, config: KernelConfig) -> Trial | None:
         where = "key_hash = ? and config_key = ?"
-        rows = list(self._db["trials"].rows_where(where, [key.digest, config.key]))
-        return _trial_of(rows[0]) if rows else None
+        rows = self._db["trials"].rows_where(where, [key.digest, config.key])
+        return next(self._readable(rows), None)
 
     def _put_trial(
         self, key: RecordKey, config: KernelConfig, status: Status, **named: Any
@@ -340,16 +347,23 @@ class Store:
 
     def winners(self, text_key: str | None = None) -> list[Record]:
         """Every winner, or those of one spec; an unreadable row is skipped with a warning."""
+        found, unreadable = self.read_winners(text_key)
+        for why in unreadable:
+            warn_once(f"{why}; it is skipped, tune this spec again")
+        return found
+
+    def read_winners(self, text_key: str | None = None) -> tuple[list[Record], list[str]]:
+        """Every winner, or those of one spec, and what is wrong with each unreadable row."""
         with self._reading():
             where = ("text_key = ?", [text_key]) if text_key is not None else (None, None)
             rows = list(self._db["winners"].rows_where(*where, order_by="key_hash"))
-        found = []
+        found, unreadable = [], []
         for row in rows:
             try:
                 found.append(_record_of(row, f"{self.path}: winner {row['key_hash']}"))
             except StoreError as error:
-                warn_once(f"{error}; it is skipped, tune this spec again")
-        return found
+                unreadable.append(str(error))
+        return found, unreadable
 
     def merge(self, records: Iterable[Record]) -> tuple[int, int]:
         """Keep the preferred record of each key (`records.preference`), in one transaction.
@@ -364,6 +378,37 @@ class Store:
                 if old is None or preference(record) > preference(old):
                     self._put_winner(record)
                     held[record.key] = record
+                    added, replaced = added + (old is None), replaced + (old is not None)
+        return added, replaced
+
+    def trial_rows(self) -> tuple[list[dict[str, Any]], list[str]]:
+        """The rows of all trials that have ended, and what is wrong with each damaged one."""
+        with self._reading():
+            rows = list(self._db["trials"].rows_where("status is not 'running'"))
+        good, damaged = [], []
+        for row in rows:
+            try:
+                _trial_of(row)
+                good.append(row)
+            except StoreError as error:
+                damaged.append(f"{self.path}: {error}")
+        return good, damaged
+
+    def merge_trials(self, rows: Iterable[dict[str, Any]]) -> tuple[int, int]:
+        """Keep the better row of each key and config (`_worth`), in one transaction.
+
+        Returns how many were added and how many replaced one.
+        """
+        added = replaced = 0
+        with self._writing():
+            table = self._db["trials"]
+            held = {(row["key_hash"], row["config_key"]): row for row in table.rows}
+            for row in rows:
+                at = row["key_hash"], row["config_key"]
+                old = held.get(at)
+                if old is None or _worth(row) > _worth(old):
+                    table.upsert(row, pk=("key_hash", "config_key"))
+                    held[at] = row
                     added, replaced = added + (old is None), replaced + (old is not None)
         return added, replaced
 
@@ -409,8 +454,32 @@ def _best_first(trials: Iterable[Trial], workload: str | None) -> list[Trial]:
 
 
 def _trial_of(row: dict[str, Any]) -> Trial:
-    named = {field.name: row[field.name] for field in fields(Trial)}
-    return Trial(**named | {"config": json.loads(row["config"])})
+    """The trial in a row.
+
+    Raises:
+        StoreError: the row is damaged.
+    """
+    where = f"trial {row['key_hash']} {row['config_key']}"
+    try:
+        parsed = row | {"config": json.loads(row["config"])}
+    except (TypeError, ValueError, RecursionError) as error:
+        raise StoreError(f"{where}: config is not JSON ({error})") from None
+    if problem := trial_problem(parsed):
+        raise StoreError(f"{where}: {problem}")
+    return Trial(**{field.name: parsed[field.name] for field in fields(Trial)})
+
+
+def _worth(row: dict[str, Any]) -> tuple[bool, bool, bool, str, str]:
+    """Greater is better, and no two different rows are equal, so that merging is a maximum.
+
+    A readable row before a damaged one, a time before a failure before the rest, then the later.
+    """
+    try:
+        _trial_of(row)
+    except StoreError:
+        return (False, False, False, "", repr(row))
+    timed = row["status"] == "ok" and row["median_us"] is not None
+    return (True, timed, row["status"] == "failed", row["date"], json.dumps(row, sort_keys=True))
 
 
 def _record_of(row: dict[str, Any], where: str) -> Record:

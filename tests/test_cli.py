@@ -748,6 +748,38 @@ def test_merge_keeps_the_better(tmp_path: Path) -> None:
         assert store.winners() == [faster(1.5)]
 
 
+def test_merge_takes_trials_and_says_so(tmp_path: Path) -> None:
+    for name, us in (("a.db", 9.0), ("b.db", 7.0)):
+        with Store.open(tmp_path / name) as store:
+            store.finish_trial(KEY, CONFIG, "ok", median_us=us)
+    into = tmp_path / "c.db"
+    result = attngen("merge", tmp_path / "a.db", tmp_path / "b.db", "--into", into)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"{tmp_path / 'a.db'}, trials: 1 added, 0 replaced, 0 kept, 0 rejected" in result.stdout
+    with Store.open(into) as store:
+        assert len(store.top(KEY)) == 1
+
+
+@pytest.mark.parametrize("table", ["winners", "trials"])
+def test_merge_and_export_name_what_they_cannot_read(tmp_path: Path, table: str) -> None:
+    source = stored(tmp_path / "a.db", MEASURED, at(seqlen_q=64))
+    with Store.open(source) as store:
+        store.finish_trial(KEY, CONFIG, "ok", median_us=9.0)
+        with store._writing():
+            store._db.execute(f"update {table} set config = '{{' where bucket = ?", [KEY.bucket])
+    result = attngen("merge", source, "--into", tmp_path / "b.db")
+    assert result.exit_code == 1
+    assert f", {table}: {int(table == 'winners')} added, 0 replaced, 0 kept, 1 rejected" in (
+        result.stdout
+    )
+    (line,) = result.stderr.splitlines()
+    assert f"{source}: {table[:-1]} {KEY.digest}" in line and line.endswith("it is skipped")
+    result = attngen("export", "--db", source)
+    assert result.exit_code == int(table == "winners")
+    assert len(result.stdout.splitlines()) == 2 - int(table == "winners")
+    assert (f"winner {KEY.digest}" in result.stderr) == (table == "winners")
+
+
 def test_merge_writes_nothing_if_a_source_is_damaged(tmp_path: Path) -> None:
     (tmp_path / "bad.db").write_text("not a database " * 100)
     sources = stored(tmp_path / "a.db", MEASURED), tmp_path / "bad.db"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from samples import H100, MEASURED, PREDICTED, at, faster, under
+from samples import H100, KEY, MEASURED, PREDICTED, at, config, faster, under
 
-from attngen.exchange import export_lines, import_lines
+from attngen.exchange import contents, export_lines, import_lines, merge
 from attngen.records import Record
 from attngen.store import Store
 
@@ -43,9 +45,9 @@ ANOTHER_TRITON = replace(MEASURED.provenance, triton="3.5.1")
             MEASURED, replace(faster(9.0), provenance=ANOTHER_TRITON), id="same-triton-before-gain"
         ),
         pytest.param(
-            faster(1.5), replace(faster(1.2), date="2027-01-01T00:00:00Z"), id="gain-before-date"
+            replace(faster(1.5), date="2026-01-01T00:00:00Z"), faster(1.2), id="gain-before-date"
         ),
-        pytest.param(replace(MEASURED, date="2027-01-01T00:00:00Z"), MEASURED, id="newer"),
+        pytest.param(MEASURED, replace(MEASURED, date="2026-01-01T00:00:00Z"), id="newer"),
     ],
 )
 def test_import_keeps_the_better(store: Store, better: Record, worse: Record) -> None:
@@ -79,3 +81,80 @@ def test_import_rejects_bad_lines_with_number_and_reason(store: Store) -> None:
     assert [number for number, _ in report.rejected] == [2, 4, 5, 6]
     assert report.rejected[0][1].startswith("line 2: not JSON")
     assert report.rejected[1][1].startswith("line 4: median_us must be")
+
+
+def test_import_refuses_a_name_given_twice_and_a_date_to_come(store: Store) -> None:
+    twice = MEASURED.to_line()[:-1] + ', "rounds": 3}'
+    inside = MEASURED.to_line().replace('"block_m": 128', '"block_m": 128, "block_m": 64')
+    report = import_lines(store, [twice, inside, replace(MEASURED, date=LATE).to_line()])
+    reasons = [reason for _, reason in report.rejected]
+    assert "'rounds' is given twice" in reasons[0] and "'block_m' is given twice" in reasons[1]
+    assert f"must not be in the future, got {LATE}" in reasons[2]
+    assert not store.winners()
+
+
+LATE = "2999-01-01T00:00:00Z"
+ENDED: list[dict[str, Any]] = [
+    {"status": "ok", "median_us": 10.0, "date": "2026-01-01T00:00:00Z"},
+    {"status": "ok", "median_us": 20.0, "date": "2026-01-02T00:00:00Z"},
+    {"status": "ok", "median_us": 20.0, "date": "2026-01-02T00:00:00Z", "reason": "x"},
+    {"status": "failed", "date": "2026-01-03T00:00:00Z"},
+    {"status": "skipped", "date": "2026-01-04T00:00:00Z"},
+    {"status": "ok", "origin": "predicted", "date": "2026-01-05T00:00:00Z"},
+]
+
+
+def databases(folder: Path, trials: list[dict[str, Any]]) -> list[Path]:
+    """One database for each outcome of the same trial, with one trial of its own."""
+    paths = []
+    for number, named in enumerate(trials):
+        paths.append(folder / f"{number}.db")
+        with Store.open(paths[-1]) as store, store._writing():
+            store._put_trial(KEY, config(32), **{"crashes": 0, "reason": None} | named)
+            store._put_trial(KEY, config(64 + number), "failed", reason="x", crashes=0)
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("count", "wins"),
+    [
+        pytest.param(2, ("ok", "predicted", None), id="newest-of-the-rest"),
+        pytest.param(3, ("failed", "measured", None), id="failed"),
+        pytest.param(4, ("ok", "measured", 20.0), id="timed"),
+        pytest.param(6, ("ok", "measured", 20.0), id="newest-timed"),
+    ],
+)
+def test_merged_trials_do_not_depend_on_the_order(
+    tmp_path: Path, count: int, wins: tuple[str, str, float | None]
+) -> None:
+    sources = databases(tmp_path, ENDED[-count:])
+    found = set()
+    for number, order in enumerate((sources, sources[::-1], sources[1:] + sources)):
+        with Store.open(tmp_path / f"into-{number}.db") as into:
+            for source in order:
+                with Store.open(source, readonly=True) as store:
+                    merge(into, contents(store))
+            rows, damaged = into.trial_rows()
+            assert not damaged and len(rows) == 1 + count
+            found.add(json.dumps(sorted(rows, key=lambda row: row["config_key"])))
+            best = next(t for t in into.trials(KEY) if t.config == config(32).as_dict())
+    assert len(found) == 1
+    assert (best.status, best.origin, best.median_us) == wins
+
+
+def test_merge_leaves_what_has_not_ended(tmp_path: Path, store: Store) -> None:
+    with Store.open(tmp_path / "a.db") as source:
+        source.begin_trial(KEY, config(32))
+        _, trials = merge(store, contents(source))
+    assert (trials.added, store.trials(KEY)) == (0, [])
+
+
+def test_merge_replaces_a_damaged_trial(tmp_path: Path, store: Store) -> None:
+    (path,) = databases(tmp_path, ENDED[:1])
+    store.finish_trial(KEY, config(32), "ok", median_us=1.0)
+    with store._writing():
+        store._db.execute("update trials set date = 7")
+    with Store.open(path) as source:
+        _, trials = merge(store, contents(source))
+    assert (trials.added, trials.replaced) == (1, 1)
+    assert store.top(KEY)[0].median_us == 10.0

@@ -196,6 +196,35 @@ def test_trial_reason_that_is_no_utf8_is_kept_readable(store: Store) -> None:
     assert store.trials(KEY)[0].reason == "bad ? byte"
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "says"),
+    [
+        ("config", "{", "config is not JSON"),
+        ("config", None, "config is not JSON"),
+        ("config", "[]", "config must be"),
+        ("config", '{"block_x": 3}', "config: unknown fwd config field 'block_x'"),
+        ("status", "fine", "status must be one of ok, failed"),
+        ("median_us", "fast", "median_us must be"),
+        ("crashes", -1, "crashes must be"),
+        ("date", 7, "date must be"),
+    ],
+)
+def test_trial_row_that_is_damaged_is_skipped_with_a_warning(
+    store: Store, path: Path, column: str, value: object, says: str
+) -> None:
+    for n in (32, 64):
+        store.finish_trial(KEY, config(n), "ok", median_us=float(n))
+    with closing(sqlite3.connect(path)) as conn, conn:
+        where = f"update trials set {column} = ? where config_key = ?"
+        conn.execute(where, [value, config(32).key])
+    with pytest.warns(RuntimeWarning, match=f"trial {KEY.digest} {config(32).key}: {says}"):
+        assert [trial.median_us for trial in store.trials(KEY)] == [64.0]
+    assert [trial.median_us for trial in store.history(KEY)] == [64.0]
+    other = replace(KEY, triton="3.7")
+    assert [trial.median_us for trial in store.top_of_other_versions(other)] == [64.0]
+    assert store.begin_trial(KEY, config(32)).status == "running"  # it is tried anew
+
+
 PRELUDE = """
 import sys, time
 from tests_shared import CONFIG, KEY

@@ -97,16 +97,23 @@ def _winners(found: list[tuple[str, Record]]) -> str:
 @gpu_option
 @db_option
 @out_option
-def export(gpu: GpuInfo | None, db: Path | None, out: Path) -> None:
-    """Print your winners as lines of JSON, as tuning_db/<gpu>.jsonl holds them."""
-    from attngen.exchange import export_lines
+@click.pass_context
+def export(ctx: click.Context, gpu: GpuInfo | None, db: Path | None, out: Path) -> None:
+    """Print your winners as lines of JSON, as tuning_db/<gpu>.jsonl holds them.
+
+    A winner that cannot be read is named and left out, and makes the exit code 1.
+    """
+    from attngen.exchange import lines_of
 
     with reading(db) as store:
-        lines = export_lines(store, gpu)
+        records, unreadable = store.read_winners()
+        lines = lines_of(records, gpu)
         if os.path.exists(out) and store.path.exists() and out.samefile(store.path):
             raise click.BadParameter(
                 f"{out} is the database itself; name another file", param_hint="'--out'"
             )
+    for why in unreadable:
+        say(f"attngen: {why}; it is left out, tune this spec again")
     if not lines:
         where = f" for {gpu.name}" if gpu else ""
         raise StoreError(
@@ -119,6 +126,8 @@ def export(gpu: GpuInfo | None, db: Path | None, out: Path) -> None:
     else:
         write_whole(out, text)
         say(f"wrote {len(lines)} records to {out}")
+    if unreadable:
+        ctx.exit(FAILED)
 
 
 @click.command("import", cls=Command)
@@ -158,12 +167,17 @@ def _read(file: Path) -> str:
     type=FilePath(),
     metavar="DB",
     required=True,
-    help="The database that receives the winners.",
+    help="The database that receives all.",
 )
 @click.pass_context
 def merge(ctx: click.Context, sources: tuple[Path, ...], into: Path) -> None:
-    """Merge the winners of databases into one; of two with one key the better stays."""
-    from attngen.exchange import export_lines, import_lines
+    """Merge databases into one: winners, and the trials that have ended.
+
+    Of two winners with one key the better stays, and of two trials of one config the timed one,
+    then a failed one, then the newer. A row that cannot be read is named and skipped, and makes the
+    exit code 1.
+    """
+    from attngen import exchange
     from attngen.store import Store
 
     batches = []
@@ -175,19 +189,22 @@ def merge(ctx: click.Context, sources: tuple[Path, ...], into: Path) -> None:
                     param_hint="'DB...'",
                 )
         with reading(source) as store:
-            batches.append((source, export_lines(store)))
+            batches.append((source, exchange.contents(store)))
     with Store.open(into) as store:
-        done = [(source, import_lines(store, lines)) for source, lines in batches]
-    if not all([_said(str(source), report) for source, report in done]):
+        done = [(source, exchange.merge(store, held)) for source, held in batches]
+    fine = [
+        _said(f"{source}{what}", report)
+        for source, reports in done
+        for what, report in zip((", winners", ", trials"), reports, strict=True)
+    ]
+    if not all(fine):
         ctx.exit(FAILED)
 
 
 def _said(name: str, report: ImportReport) -> bool:
-    """Say what an import did; True if no line was rejected."""
-    for _, reason in report.rejected:
-        say(f"attngen: {name}: {reason}; the line is skipped")
-    click.echo(
-        f"{name}: {report.added} added, {report.replaced} replaced, {report.kept} kept, "
-        f"{len(report.rejected)} rejected"
-    )
+    """Say what an import did; True if nothing was rejected."""
+    for number, reason in report.rejected:
+        what = f"{name}: {reason}; the line" if number else f"{reason}; it"
+        say(f"attngen: {what} is skipped")
+    click.echo(f"{name}: {report}")
     return not report.rejected
