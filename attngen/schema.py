@@ -228,8 +228,11 @@ def open_reader(path: Path, mounts: Path) -> Database:
         if path.stat().st_size == 0:
             raise StoreError(f"tuning database {path} is empty (0 bytes); `attngen tune` fills it")
         _refuse_network(path, mounts)
-        # Without write access to the folder SQLite cannot share a WAL file: read it as it lies.
-        frozen = not os.access(path.parent, os.W_OK)
+        # Without write access to the folder SQLite cannot make a WAL file: read the database as it
+        # lies. One that has a log is read with it, or refused.
+        log = Path(f"{path.resolve()}-wal")
+        has_log = log.exists() and log.stat().st_size > 0
+        frozen = not has_log and not os.access(path.parent, os.W_OK)
         uri = f"file:{quote(str(path.resolve()))}?mode=ro{'&immutable=1' if frozen else ''}"
         conn = sqlite3.connect(uri, uri=True, timeout=READ_TIMEOUT_S, check_same_thread=False)
         try:

@@ -107,6 +107,14 @@ def test_readonly_folder_is_read_without_leaving_files(path: Path, monkeypatch) 
         assert [p.name for p in path.parent.iterdir()] == [path.name]
 
 
+def test_readonly_folder_is_read_with_its_log(path: Path, monkeypatch) -> None:
+    with Store.open(path) as writer:
+        writer.record_winner(MEASURED)
+        monkeypatch.setattr(os, "access", lambda *args: False)
+        with Store.open(path, readonly=True) as reader:
+            assert reader.winners() == [MEASURED]
+
+
 def test_locked_store_is_passed_over_by_readers_and_refused_to_writers(
     path: Path, monkeypatch
 ) -> None:
