@@ -7,7 +7,8 @@ from typing import Any
 import torch.distributed as dist
 
 from attngen import resolve
-from attngen.records import Record, shipped
+from attngen.errors import StoreError
+from attngen.records import Record, shipped, warn_once
 from attngen.store import Store
 
 
@@ -27,8 +28,17 @@ def sync_configs(group: Any = None) -> None:
     source = 0 if group is None else dist.get_global_rank(group, 0)
     records: list[Any] = [None]
     if dist.get_rank() == source:
-        with Store.open(readonly=True) as store:
-            records = [[[r.to_line() for r in each] for each in (store.winners(), shipped())]]
+        records = [[[r.to_line() for r in each] for each in (_winners(), shipped())]]
     dist.broadcast_object_list(records, src=source, group=group)
     user, theirs = ([Record.from_line(line) for line in lines] for lines in records[0])
     resolve.freeze(user, theirs)
+
+
+def _winners() -> list[Record]:
+    """The user's records; none, after a warning, where the database fails: the others wait."""
+    try:
+        with Store.open(readonly=True) as store:
+            return store.winners()
+    except StoreError as error:
+        warn_once(f"{error}; the ranks go on with the shipped records")
+        return []

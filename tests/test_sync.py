@@ -13,8 +13,10 @@ from samples import MEASURED
 
 from attngen import resolve, sync_configs
 from attngen.config import FwdConfig
+from attngen.errors import StoreError
 from attngen.gpu import by_name
 from attngen.identity import record_key
+from attngen.records import Record
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.workload import Workload, spec_bucket
@@ -58,3 +60,23 @@ def test_all_ranks_use_the_records_of_rank_0(tmp_path: Path) -> None:
 def test_without_torch_distributed_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "freeze", lambda *records: pytest.fail("nothing to sync"))
     sync_configs()
+
+
+def test_trouble_with_the_database_of_rank_0_stops_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Store.winners
+
+    def broken(store: Store, *args: str) -> list[Record]:
+        if store.readonly:
+            raise StoreError("the database is locked")
+        return real(store, *args)
+
+    monkeypatch.setattr(Store, "winners", broken)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        with pytest.warns(RuntimeWarning, match="is locked; the ranks go on with the shipped"):
+            sync_configs()
+    finally:
+        dist.destroy_process_group()
+        resolve.reset()
