@@ -19,6 +19,7 @@ from pathlib import Path
 import postgres
 import pytest
 from faults import session, table
+from optuna.study import StudyDirection
 from support import REPO
 
 from attngen.errors import TuningError
@@ -26,7 +27,7 @@ from attngen.search_space import axes
 from attngen.store import Store
 from attngen.tuner import compile_pool, shared_study, timing_client, tune
 from attngen.tuner.shared_study import Claim, SharedStudy
-from attngen.tuner.storage import opened
+from attngen.tuner.storage import hidden, opened
 
 COUNT = 60
 AHEAD = 5
@@ -279,3 +280,40 @@ def test_unreachable_postgres_is_said_without_the_password() -> None:
     ):
         pass
     assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("torn", [b'{"op_code":', b"x" * 9000])
+def test_a_torn_last_line_of_a_journal_is_cut(tmp_path: Path, torn: bytes) -> None:
+    file = tmp_path / "study.log"
+    with opened(f"journal://{file}") as storage:
+        storage.create_new_study([StudyDirection.MINIMIZE], "one")
+    whole = file.read_bytes()
+    file.write_bytes(whole + torn)
+    with opened(f"journal://{file}") as storage:
+        assert [study.study_name for study in storage.get_all_studies()] == ["one"]
+    assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("line", ["{", '{"op_code": 4}', "[]", "7"])
+def test_a_damaged_journal_is_named(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "study.log"
+    file.write_text(f"{line}\n{line}\n")
+    with pytest.raises(TuningError, match=f"{file} .*"), opened(f"journal://{file}"):
+        pass
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:secret@host/db",
+        "postgresql://me:se?ret@host/db",
+        "postgresql://host/db?user=me&password=secret",
+        "postgresql://host/db?password=a@secret&passfile=/secret",
+        "mysql://host/db?%70assword=secret",
+        "postgresql://me:secret@host/db?sslpassword=secret&connect_timeout=3",
+    ],
+)
+def test_no_password_is_printed(url: str) -> None:
+    assert "secret" not in hidden(url) and "se?ret" not in hidden(url)
+    assert "host/db" in hidden(url)
+    assert ("connect_timeout=3" in hidden(url)) == ("connect_timeout=3" in url)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import unquote
 
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage, RDBStorage
 from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+from optuna.storages.journal._file import get_lock_file
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, IntegrityError, ProgrammingError, SQLAlchemyError
 
@@ -22,6 +26,7 @@ _DRIVERS = {"postgresql": ("psycopg2", "psycopg"), "mysql": ("MySQLdb", "pymysql
 """Drivers of each database, SQLAlchemy's own choice first, and its name in a URL."""
 _FORMS = "postgresql://USER@HOST/DB, mysql://USER@HOST/DB or journal://FILE"
 _TRIES = 5
+_SECRET = re.compile("pass|pwd|secret|token", re.IGNORECASE)
 LOCK_S = 30
 """After so long the journal's lock counts as left by a dead worker."""
 
@@ -65,10 +70,23 @@ def _is_here(driver: str) -> bool:
 
 
 def hidden(url: str) -> str:
-    """The URL without its password, for messages."""
+    """The URL without its passwords, for messages; those in the query are masked."""
     scheme, separator, rest = url.partition("://")
-    account, at, place = rest.rpartition("@")
-    return f"{scheme}{separator}{account.partition(':')[0]}{at}{place}"
+    rest = re.sub(r"^([^:/@?]*):[^@]*@", r"\1@", rest)
+    place, mark, query = rest.partition("?")
+    account, at, host = place.rpartition("@")
+    pieces = (piece.partition("=") for piece in query.split("&"))
+    shown = (
+        name + equals + (value if equals and not _SECRET.search(unquote(name)) else "***")
+        for name, equals, value in pieces
+    )
+    return f"{scheme}{separator}{account.partition(':')[0]}{at}{host}{mark}" + (
+        "&".join(shown) if mark else ""
+    )
+
+
+_DAMAGE = (ValueError, AssertionError, KeyError, TypeError)
+_TROUBLE = (SQLAlchemyError, OptunaError, OSError, RuntimeError, *_DAMAGE)
 
 
 @contextmanager
@@ -76,7 +94,13 @@ def reaching(url: str) -> Iterator[None]:
     """Trouble with the storage in one line."""
     try:
         yield
-    except (SQLAlchemyError, OptunaError, OSError, RuntimeError, ValueError) as error:
+    except _TROUBLE as error:
+        if url.startswith("journal://") and isinstance(error, _DAMAGE):
+            raise TuningError(
+                f"the journal {url.removeprefix('journal://')} is damaged "
+                f"({type(error).__name__}: {error}); rename it and start again: what was measured "
+                "is published anew from the workers' databases"
+            ) from None
         cause = error.__cause__ if isinstance(error.__cause__, SQLAlchemyError) else error
         why = (str(getattr(cause, "orig", cause)).strip() or type(cause).__name__).splitlines()[0]
         raise TuningError(
@@ -97,6 +121,7 @@ def opened(url: str) -> Iterator[BaseStorage]:
         if url.startswith("journal://"):
             path = Path(url.removeprefix("journal://")).expanduser()
             lock = JournalFileSymlinkLock(str(path), grace_period=LOCK_S)
+            _cut_torn_line(path, lock)
             storage: BaseStorage = JournalStorage(JournalFileBackend(str(path), lock))
         else:
             storage = _database(url)
@@ -106,6 +131,22 @@ def opened(url: str) -> Iterator[BaseStorage]:
         storage.remove_session()
         if isinstance(storage, RDBStorage):
             storage.engine.dispose()
+
+
+def _cut_torn_line(path: Path, lock: JournalFileSymlinkLock) -> None:
+    """Remove what a worker that died left of its last line: Optuna would read no further, ever."""
+    if not path.exists():
+        return
+    with get_lock_file(lock), path.open("r+b") as file:
+        size = file.seek(0, os.SEEK_END)
+        while size > 0:
+            start = max(0, size - 4096)
+            file.seek(start)
+            end = file.read(size - start).rfind(b"\n")
+            size = start if end < 0 else start + end + 1
+            if end >= 0:
+                break
+        file.truncate(size)
 
 
 def _database(url: str) -> RDBStorage:
