@@ -260,6 +260,11 @@ def _vision(config: Config, where: str) -> list[Layers]:
         whole(_at(where, "image_size"), i, 1) // whole(_at(where, "patch_size"), p, 1)
         for i, p in zip(sizes["image_size"], sizes["patch_size"], strict=True)
     ]
+    if 0 in sides:
+        raise SpecError(
+            f"{_at(where, 'image_size')} {shown(config['image_size'])} is smaller than "
+            f"{_at(where, 'patch_size')} {shown(config['patch_size'])}; correct the config"
+        )
     patches = sides[0] * sides[1] + (_kind(config) in _CLASS_TOKEN)
     label = f"{_label(where, _count(config, where), 'image encoder')}, {patches} positions"
     fields = _fields(config, where) | _positions(config)
@@ -294,7 +299,13 @@ def _fields(config: Config, where: str) -> dict[str, Any]:
     elif (head_dim := _first(config, _HEAD_DIM)) is not None:
         found["head_dim"] = whole(_at(where, "head_dim"), head_dim, 1)
     else:
-        found["head_dim"] = _size(config, _HIDDEN, where) // _size(config, _HEADS, where)
+        hidden, heads = _size(config, _HIDDEN, where), _size(config, _HEADS, where)
+        if hidden % heads:
+            raise SpecError(
+                f"{_at(where, _HIDDEN[0])} {hidden} is no multiple of {heads} heads, and no "
+                "head_dim is given; correct the config"
+            )
+        found["head_dim"] = hidden // heads
     if (scale := _scale(config)) is not None:
         found["softmax_scale"] = scale
     if config.get("attn_logit_softcapping") is not None:
@@ -340,6 +351,8 @@ def _layer_types(config: Config, where: str) -> list[str]:
         types = ["sliding" if flag else "full" for flag in _windowed(config, count)]
     else:
         types = ["full"] * count
+    if len(types) != count:
+        raise SpecError(f"the config lists {len(types)} layer types for {count} layers; correct it")
     if not (config.get("sliding_window") or config.get("local_attention")):
         types = ["full" if name == "sliding" else name for name in types]  # as transformers does
     return types

@@ -429,6 +429,19 @@ def test_config_without_its_sizes(change: dict[str, Any], words: tuple[str, ...]
         assert word in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (LLAMA3 | {"layer_types": ["full_attention"] * 3}, "3 layer types for 32 layers"),
+        (LLAMA3 | {"hidden_size": 4097, "head_dim": None}, "4097 is no multiple of 32 heads"),
+        (VISION | {"patch_size": 4096}, "image_size .* is smaller than patch_size 4096"),
+    ],
+)
+def test_sizes_that_contradict_each_other(config: dict[str, Any], words: str) -> None:
+    with pytest.raises(SpecError, match=words):
+        plan_model(config)
+
+
 def test_a_part_keeps_its_own_dtype() -> None:
     config = LLAVA | {"dtype": "float32", "vision_config": VISION | {"torch_dtype": "float16"}}
     plan = plan_model(config, phases=["prefill"], seqlens=[64])
