@@ -342,8 +342,8 @@ def test_llava_is_text_and_image_encoder() -> None:
             id="llama4",
         ),
         pytest.param(
-            LLAMA3 | {"layer_types": ["linear_attention"] * 3 + ["full_attention"]},
-            "3 decoder layers",
+            LLAMA3 | {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
+            "31 decoder layers",
             ("'linear_attention'", "no attention that is built"),
             id="linear",
         ),
@@ -450,7 +450,16 @@ def test_a_part_keeps_its_own_dtype() -> None:
 
 @pytest.mark.parametrize(
     "config",
-    [LLAMA3 | {"layer_types": GEMMA3_TYPES}, MISTRAL, QWEN2, GEMMA2, BERT, T5, WHISPER, LLAVA],
+    [
+        LLAMA3 | {"num_hidden_layers": 24, "layer_types": GEMMA3_TYPES},
+        MISTRAL,
+        QWEN2,
+        GEMMA2,
+        BERT,
+        T5,
+        WHISPER,
+        LLAVA,
+    ],
     ids=lambda config: config["model_type"],
 )
 def test_odd_values_are_refused_or_skipped(config: dict[str, Any]) -> None:
