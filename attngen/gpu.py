@@ -5,6 +5,7 @@ Imports neither torch nor triton, unless asked to look at a real device.
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -154,3 +155,13 @@ def current() -> GpuInfo:
     if torch.cuda.is_available():
         return from_device(torch.cuda.current_device())
     return INTERPRETER
+
+
+def main() -> None:
+    """Print the GPU that is here as JSON, or null."""
+    gpu = current()
+    print(json.dumps(None if gpu.is_interpreter else asdict(gpu)))
+
+
+if __name__ == "__main__":
+    main()

@@ -105,15 +105,17 @@ def plan_stored(keys: Iterable[tuple[str, str]]) -> Plan:
     jobs = _Jobs()
     skipped = []
     for text_key, bucket_key in keys:
-        bucket = Bucket.parse(bucket_key)
-        if bucket.workload is None:
-            skipped.append(
-                Skipped(bucket_key, text_key, "its record serves all sizes; tune it by SPEC")
-            )
-            continue
-        spec = AttentionSpec.parse(text_key)
-        spec = replace(spec, window=_window_of(spec, bucket.window))
-        jobs.add(spec, bucket.workload, (bucket.direction,), "")
+        try:
+            bucket = Bucket.parse(bucket_key)
+            spec = AttentionSpec.parse(text_key)
+            if not bucket.is_possible:
+                raise SpecError("no call has this bucket")
+            if bucket.workload is None:
+                raise SpecError("its record serves all sizes; tune it by SPEC")
+            spec = replace(spec, window=_window_of(spec, bucket.window))
+            jobs.add(spec, bucket.workload, (bucket.direction,), "")
+        except SpecError as error:
+            skipped.append(Skipped(bucket_key, text_key, str(error)))
     return Plan(jobs.all(), tuple(skipped))
 
 

@@ -71,7 +71,10 @@ def _is_bound(value: Any) -> bool:
 
 def _is_bucket(value: Any) -> bool:
     try:
-        return isinstance(value, str) and Bucket.parse(value).key == value
+        if not isinstance(value, str):
+            return False
+        bucket = Bucket.parse(value)
+        return bucket.key == value and bucket.is_possible
     except SpecError:
         return False
 

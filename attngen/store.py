@@ -407,7 +407,7 @@ class Store:
                 at = row["key_hash"], row["config_key"]
                 old = held.get(at)
                 if old is None or _worth(row) > _worth(old):
-                    table.upsert(row, pk=("key_hash", "config_key"))
+                    table.upsert(row | {"owner": None}, pk=("key_hash", "config_key"))
                     held[at] = row
                     added, replaced = added + (old is None), replaced + (old is not None)
         return added, replaced

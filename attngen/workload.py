@@ -64,6 +64,10 @@ class Workload:
         return ",".join(str(getattr(self, field.name)) for field in fields(self))
 
 
+MAX_SIZE = 2**31
+"""Of a length, or of batch times heads, rounded up to a power of two."""
+
+
 @dataclass(frozen=True)
 class Bucket:
     """What a tuning record is looked up by, beside the spec's text and the device."""
@@ -84,6 +88,15 @@ class Bucket:
             f"{self.direction}-q{self.seqlen_q}-k{self.seqlen_k}-bh{self.batch_heads}"
             f"-g{self.group_size}-w{self.window}-p{self.page_size}"
         )
+
+    @property
+    def is_possible(self) -> bool:
+        """Can a call have this bucket?"""
+        sizes = (self.seqlen_q, self.seqlen_k, self.batch_heads, self.window)
+        if self.batch_heads == 0:
+            return not any(sizes) and self.group_size == 0
+        whole = all(0 <= size <= MAX_SIZE and ceil_pow2(size) == size for size in sizes)
+        return whole and 1 <= self.group_size <= MAX_SIZE and 0 <= self.page_size <= MAX_SIZE
 
     @property
     def workload(self) -> Workload | None:

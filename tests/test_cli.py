@@ -20,6 +20,7 @@ from samples import CONFIG, H100, KEY, MEASURED, PREDICTED, at, faster, under
 
 from attngen.cli import main
 from attngen.config import BwdConfig, FwdConfig
+from attngen.errors import TuningError
 from attngen.gpu import by_name
 from attngen.render import render
 from attngen.spec import AttentionSpec
@@ -531,6 +532,26 @@ def test_tune_says_progress_on_stderr_and_json_on_stdout(fake_tune: list[dict[st
     assert report["record"]["median_us"] == 100.0
     assert "best 12.3 us; last ok" in result.stderr
     assert "winner block_m=64" in result.stderr
+
+
+def test_tune_goes_on_with_the_next_workload(monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned = []
+
+    def tune(spec: AttentionSpec, workload: Any, **named: Any) -> list[FakeReport]:
+        tuned.append(str(workload))
+        if len(tuned) == 1:
+            raise TuningError("too large")
+        return [FakeReport()]
+
+    put_tuner(monkeypatch, tune)
+    result = attngen("tune", SPEC, "--workload", SIZES, "--workload", "2,2,1,8,8")
+    assert (result.exit_code, result.stdout) == (1, "a report\n")
+    assert tuned == [SIZES, "2,2,1,8,8"]
+    assert f"{SIZES}: too large" in result.stderr and "1 of 2 workloads" in result.stderr
+
+
+def test_sizes_of_a_model_need_a_model() -> None:
+    fails(attngen("tune", "--revalidate", "--seqlen", 3), 2, "--seqlen goes with --model")
 
 
 def test_tune_interrupted_says_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

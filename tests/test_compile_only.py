@@ -6,13 +6,15 @@ A driver that knows only a compute capability stands in for the real one.
 from __future__ import annotations
 
 import json
+import subprocess
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
-from support import python
+from support import REPO, python
 
 from attngen import gpu as gpus
-from attngen.records import shipped
+from attngen.records import Record, shipped
 from attngen.render import structural_variants
 from attngen.spec import AttentionSpec
 from attngen.workload import DIRECTIONS, Bucket
@@ -84,10 +86,35 @@ def test_every_text_compiles(
     _assert_compiled(lines, compile_all(capability, lines))
 
 
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=REPO, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _changed_records() -> list[Record]:
+    """What tuning_db has more than the main branch, or than the last commit on it."""
+    base = _git("merge-base", "HEAD", "origin/main")
+    if base in ("", _git("rev-parse", "HEAD")):
+        base = "HEAD~1"
+    lines = _git("diff", "--unified=0", base, "--", "tuning_db/*.jsonl").splitlines()
+    return [Record.from_line(line[1:]) for line in lines if line.startswith("+{")]
+
+
+def test_changed_records_compile_for_their_gpu() -> None:
+    changed = _changed_records()
+    if not changed:
+        pytest.skip("no shipped record has changed")
+    _compile_records(changed)
+
+
 @pytest.mark.slow
 def test_every_shipped_record_compiles_for_its_gpu() -> None:
+    _compile_records(shipped())
+
+
+def _compile_records(records: Iterable[Record]) -> None:
     groups: dict[int, list[dict[str, Any]]] = {}
-    for record in shipped():
+    for record in records:
         gpu, at = gpus.by_name(record.provenance.gpu), Bucket.parse(record.key.bucket)
         group = at.group_size or 1  # sizes are 0 in a batch-invariant bucket
         heads = max(at.batch_heads, group) // group * group

@@ -16,7 +16,8 @@ import pytest
 from click.testing import CliRunner, Result
 from samples import H200, MEASURED
 
-from attngen.cli import main
+from attngen import gpu as gpus
+from attngen.cli import main, options
 from attngen.config import default_config
 from attngen.errors import NoFeasibleConfigError, SpecError
 from attngen.identity import record_key
@@ -736,6 +737,37 @@ def test_a_stored_record_of_all_sizes_is_skipped_and_said() -> None:
     assert not plan.jobs
     (skipped,) = plan.skipped
     assert (skipped.what, skipped.spec) == (bucket.key, spec.text_key)
+
+
+@pytest.mark.parametrize(
+    ("text_key", "bucket", "why"),
+    [
+        ("gibberish", "fwd-q8-k8-bh8-g1-w0-p0", "has no '='"),
+        ("head_dim=64,paged=true", "fwd-q8-k8-bh8-g1-w0-p0", "paged"),
+        ("head_dim=64", "fwd-q8", "is no bucket key"),
+        ("head_dim=64", "fwd-q8-k8-bh8-g0-w0-p0", "no call has this bucket"),
+        ("head_dim=64", f"fwd-q{'9' * 40}-k8-bh8-g1-w0-p0", "no call has this bucket"),
+    ],
+)
+def test_an_odd_stored_record_is_skipped_and_named(text_key: str, bucket: str, why: str) -> None:
+    good = ("head_dim=64", "fwd-q8-k8-bh8-g1-w0-p0")
+    plan = plan_stored([(text_key, bucket), good])
+    assert [job.spec.head_dim for job in plan.jobs] == [64]
+    (skipped,) = plan.skipped
+    assert (skipped.what, skipped.spec) == (bucket, text_key)
+    assert why in skipped.why
+
+
+def test_the_tuning_parent_does_not_look_at_the_gpu_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpus, "current", lambda: pytest.fail("a child asks"))
+    options._here.cache_clear()
+    assert options.device_to_tune(None) is gpus.INTERPRETER
+
+
+def test_revalidate_needs_a_gpu(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["tune", "--revalidate", "--db", str(tmp_path / "t.db")])
+    assert result.exit_code == 1
+    assert "--gpu nvidia_h200" in result.stderr
 
 
 def test_revalidate_without_a_spec_takes_what_is_stored(tmp_path: Path) -> None:

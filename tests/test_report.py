@@ -18,6 +18,7 @@ from attngen.bench import Comparison, Timed
 from attngen.config import FwdConfig
 from attngen.gpu import KNOWN_GPUS, from_device_key
 from attngen.render import render
+from attngen.report import bench_lines
 from attngen.report.charts import LogScale
 from attngen.report.search_plots import axes_of, importances, study_of
 from attngen.report.work import work_of, work_of_bucket
@@ -247,6 +248,19 @@ def test_wrong_usage(
     assert said in result.stderr
 
 
+def bench_text(workload: str = '"1,1,1,8,8"', rounds: str = "3", ms: str = "1.0") -> str:
+    result = f'{{"ms": {ms}, "their_time_over_ours": null, "reason": "", "config": ""}}'
+    return (
+        f'{{"spec": "head_dim=64", "workload": {workload}, "direction": "fwd", '
+        f'"rounds": {rounds}, "results": {{"attngen": {result}}}}}'
+    )
+
+
+def test_the_bench_line_that_the_next_test_spoils_is_good(tmp_path: Path) -> None:
+    (tmp_path / "b.json").write_text(bench_text())
+    assert len(bench_lines.read((tmp_path / "b.json",))) == 1
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -255,6 +269,11 @@ def test_wrong_usage(
         "{}",
         '{"spec": "head_dim=64", "workload": "1,1,1,1,1", "direction": "up"}',
         "\xff",
+        "[" * 100_000,
+        bench_text(rounds="Infinity"),
+        bench_text(ms="1e-320"),
+        bench_text(ms="1" + 400 * "0"),
+        bench_text(workload='"1,1,1,1,' + 200 * "9" + '"'),
     ],
 )
 def test_bench_file_that_is_none_is_named(tmp_path: Path, text: str) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from attngen.cli.options import Parsed, device, full_workload
+from attngen.cli.options import Parsed, device_to_tune, full_workload
 from attngen.cli.output import print_json, table
 from attngen.cli.program import FAILED, say
 from attngen.cli.records import reading
@@ -125,9 +125,17 @@ def plan_of(
     return plan
 
 
+_NO_GPU = (
+    "this machine has no GPU that PyTorch can use; add --gpu nvidia_h200, or whichever to predict "
+    "for, or see what `attngen doctor` says"
+)
+
+
 def plan_of_stored(gpu: GpuInfo | None, db: Path | None) -> Plan:
     """The jobs behind every winner that the database holds for a GPU."""
-    where = device(gpu)
+    where = device_to_tune(gpu)
+    if where.is_interpreter:
+        raise TuningError(_NO_GPU)
     with reading(db) as store:
         keys = [record.key for record in store.winners()]
         path = store.path
@@ -143,6 +151,8 @@ def plan_of_stored(gpu: GpuInfo | None, db: Path | None) -> Plan:
 def _plan_of_spec(
     spec: AttentionSpec | None, workloads: tuple[Workload, ...], given: dict[str, Any]
 ) -> Plan:
+    if spec is None and given:
+        raise click.UsageError(f"{_flag(next(iter(given)))} goes with --model; add it")
     if spec is None:
         raise click.UsageError(
             "neither a SPEC nor --model is given; write head_dim=128,causal=true --workload "
@@ -193,10 +203,10 @@ def _held(job: PlannedJob, direction: Direction, gpu: GpuInfo, store: Store, her
 
 def _all_held(plan: Plan, gpu: GpuInfo | None, db: Path | None) -> list[dict[Direction, _Held]]:
     """What is stored, job by job and direction by direction."""
-    where = device(gpu)
+    where = device_to_tune(gpu)
     if where.is_interpreter:
         return [dict.fromkeys(job.directions, _Held("?", False)) for job in plan.jobs]
-    here = gpu is None or device(None).device_key == gpu.device_key
+    here = gpu is None or device_to_tune(None).device_key == gpu.device_key
     with reading(db) as store:
         return [{d: _held(job, d, where, store, here) for d in job.directions} for job in plan.jobs]
 
@@ -216,7 +226,7 @@ def show_plan(
         budget * sum(not (skip_stored and each.enough) for each in stored.values())
         for stored in held
     ]
-    where = device(gpu)
+    where = device_to_tune(gpu)
     name = None if where.is_interpreter else where.name
     if as_json:
         for job, stored, seconds in zip(plan.jobs, held, times, strict=True):
@@ -287,11 +297,8 @@ def run_plan(
         say(f"skipped {skipped.what}: {skipped.why}")
     if not plan.jobs:
         raise TuningError("nothing of this model can be tuned; `--dry-run` says why")
-    if device(gpu).is_interpreter:
-        raise TuningError(
-            "this machine has no GPU that PyTorch can use; add --gpu nvidia_h200, or whichever to "
-            "predict for, or see what `attngen doctor` says"
-        )
+    if device_to_tune(gpu).is_interpreter:
+        raise TuningError(_NO_GPU)
     failed = 0
     for number, (job, held) in enumerate(zip(plan.jobs, _all_held(plan, gpu, db), strict=True), 1):
         left = tuple(d for d in job.directions if again or not held[d].enough)

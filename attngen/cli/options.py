@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +15,8 @@ import click
 
 from attngen import config as configs
 from attngen.config import KernelConfig
-from attngen.errors import AttngenError, SpecError
-from attngen.gpu import GpuInfo, by_name
+from attngen.errors import AttngenError, SpecError, TuningError
+from attngen.gpu import INTERPRETER, GpuInfo, by_name
 from attngen.spec import AttentionSpec
 from attngen.workload import DIRECTIONS, Direction, Workload
 
@@ -174,3 +178,20 @@ def device(gpu: GpuInfo | None) -> GpuInfo:
     from attngen.gpu import current
 
     return current()
+
+
+def device_to_tune(gpu: GpuInfo | None) -> GpuInfo:
+    """The same, but a child looks at the one here: a tuning run's parent must not start CUDA."""
+    return _here() if gpu is None else gpu
+
+
+@functools.cache
+def _here() -> GpuInfo:
+    done = subprocess.run(
+        [sys.executable, "-m", "attngen.gpu"], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise TuningError(f"the GPU cannot be asked what it is: {last}; see `attngen doctor`")
+    named = json.loads(done.stdout.splitlines()[-1])
+    return INTERPRETER if named is None else GpuInfo(**named)

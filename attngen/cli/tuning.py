@@ -21,11 +21,11 @@ from attngen.cli.options import (
     workload_option,
 )
 from attngen.cli.output import microseconds, print_json, table, write_whole
-from attngen.cli.program import Command, say
+from attngen.cli.program import FAILED, Command, say
 from attngen.cli.progress import tuning_progress
 from attngen.cli.records import reading
 from attngen.cli.shard import Shard, shard_default, shard_option, storage_option
-from attngen.errors import TuningError
+from attngen.errors import NoFeasibleConfigError, TuningError
 from attngen.gpu import GpuInfo
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction, Workload
@@ -52,7 +52,11 @@ if TYPE_CHECKING:
 )
 @gpu_option
 @click.option("--max-trials", type=click.IntRange(1), metavar="N", help="Try at most N configs.")
-@click.option("--exhaustive", is_flag=True, help="Try every feasible kernel.")
+@click.option(
+    "--exhaustive",
+    is_flag=True,
+    help="Try every feasible kernel, within --budget; a prediction still tries a few.",
+)
 @click.option(
     "--seed",
     type=click.IntRange(0, 2**32 - 1),
@@ -155,8 +159,18 @@ def tune(
         if whole_model:
             run_plan(plan, gpu, db, run, again=again)
             return
+        failed = 0
         for job in plan.jobs:
-            run(job, job.directions)
+            try:
+                run(job, job.directions)
+            except (NoFeasibleConfigError, TuningError) as error:
+                if len(plan.jobs) == 1:
+                    raise
+                failed += 1
+                say(f"attngen: {job.spec} {job.workload}: {error}")
+        if failed:
+            say(f"attngen: {failed} of {len(plan.jobs)} workloads have no winner")
+            click.get_current_context().exit(FAILED)
 
 
 def _check_storage(storage: str, revalidate: bool) -> None:

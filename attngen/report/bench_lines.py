@@ -11,7 +11,7 @@ from attngen.errors import AttngenError
 from attngen.gpu import slug_of
 from attngen.report.work import Work, work_of
 from attngen.spec import AttentionSpec
-from attngen.workload import Direction, Workload, check_direction, spec_bucket
+from attngen.workload import MAX_SIZE, Direction, Workload, check_direction, spec_bucket
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,19 @@ class BenchLine:
         return next((each for each in self.contestants if each.name == name), None)
 
 
+MIN_NUMBER, MAX_NUMBER = 1e-6, 1e9
+"""Of times in ms, and of ratios."""
+_UNREADABLE = (
+    AttngenError,
+    ArithmeticError,
+    AttributeError,
+    KeyError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
 def read(files: tuple[Path, ...]) -> list[BenchLine]:
     """Every line of the files.
 
@@ -96,10 +109,10 @@ def _line(text: str, place: str, number: int) -> BenchLine:
             rounds=int(named["rounds"]),
             contestants=tuple(_contestant(name, each) for name, each in named["results"].items()),
         )
-        if not all(vars(line.workload).values()):
-            raise ValueError("an empty workload")
+        if not all(1 <= size <= MAX_SIZE for size in vars(line.workload).values()):
+            raise ValueError(f"a workload of {_short(named['workload'])}")
         return line
-    except (AttngenError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except _UNREADABLE as error:
         raise AttngenError(
             f"{place} is no line of `attngen bench --json` ({type(error).__name__}: {error}); "
             "write the file anew with `attngen bench SPEC --json > FILE`"
@@ -111,10 +124,15 @@ def _contestant(name: str, named: dict[str, Any]) -> Contestant:
     return Contestant(name, ms, ratio, str(named["reason"]), str(named["config"]))
 
 
+def _short(value: Any) -> str:
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def _time(value: Any) -> float | None:
     if value is None:
         return None
     number = float(value)
-    if not 0 < number < float("inf"):
-        raise ValueError(f"a time of {value!r}")
+    if not MIN_NUMBER <= number <= MAX_NUMBER:
+        raise ValueError(f"a number of {_short(value)}")
     return number
