@@ -11,6 +11,7 @@ from attngen.errors import AttngenError
 from attngen.gpu import slug_of
 from attngen.report.work import Work, work_of
 from attngen.spec import AttentionSpec
+from attngen.values import shown
 from attngen.workload import MAX_SIZE, Direction, Workload, check_direction, spec_bucket
 
 
@@ -110,7 +111,7 @@ def _line(text: str, place: str, number: int) -> BenchLine:
             contestants=tuple(_contestant(name, each) for name, each in named["results"].items()),
         )
         if not all(1 <= size <= MAX_SIZE for size in vars(line.workload).values()):
-            raise ValueError(f"a workload of {_short(named['workload'])}")
+            raise ValueError(f"a workload of {shown(named['workload'])}")
         return line
     except _UNREADABLE as error:
         raise AttngenError(
@@ -124,15 +125,10 @@ def _contestant(name: str, named: dict[str, Any]) -> Contestant:
     return Contestant(name, ms, ratio, str(named["reason"]), str(named["config"]))
 
 
-def _short(value: Any) -> str:
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def _time(value: Any) -> float | None:
     if value is None:
         return None
     number = float(value)
     if not MIN_NUMBER <= number <= MAX_NUMBER:
-        raise ValueError(f"a number of {_short(value)}")
+        raise ValueError(f"a number of {shown(value)}")
     return number
