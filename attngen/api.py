@@ -347,8 +347,8 @@ def sdpa(
     causal = "top_left" if is_causal else False
     out = attention(q, k, v, causal=causal, dropout_p=dropout_p, softmax_scale=scale)
     if query.dim() == 3:
-        return out.squeeze(1)  # type: ignore[no-any-return]
-    return out.unflatten(0, lead) if query.dim() > 4 else out  # type: ignore[no-any-return]
+        return out.squeeze(1)  # type: ignore[no-any-return]  # a Tensor
+    return out.unflatten(0, lead) if query.dim() > 4 else out  # type: ignore[no-any-return]  # one too
 
 
 def reload() -> None:

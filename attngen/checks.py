@@ -55,7 +55,7 @@ def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any], q: Tensor)
         if value is not None
     ]
     if reasons and torch.compiler.is_compiling():
-        return torch.ops.attngen.refuse(reasons, q)  # type: ignore[no-any-return]
+        return torch.ops.attngen.refuse(reasons, q)  # type: ignore[no-any-return]  # torch.ops is untyped
     if reasons:
         raise UnsupportedSpecError(reasons)
     return None

@@ -73,7 +73,7 @@ def forward(
     Modes, functorch transforms, tensor subclasses and autocast still go through it.
     """
     if not _is_plain(q, k, v) or torch.is_autocast_enabled(q.device.type):
-        return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]
+        return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     _refuse_unsupported_derivatives(q, k, v)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]

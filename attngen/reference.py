@@ -72,20 +72,20 @@ class _Round(torch.autograd.Function):
         fwd: torch.dtype | None,
         bwd: torch.dtype | None,
     ) -> Tensor:
-        ctx.narrow = bwd  # type: ignore[attr-defined]
+        ctx.narrow = bwd  # type: ignore[attr-defined]  # a context takes any name
         return x.clone() if fwd is None else x.to(fwd).to(x.dtype)
 
     @staticmethod
     def backward(
         ctx: torch.autograd.function.FunctionCtx, grad: Tensor
     ) -> tuple[Tensor, None, None]:
-        narrow = ctx.narrow  # type: ignore[attr-defined]
+        narrow = ctx.narrow  # type: ignore[attr-defined]  # see forward
         return (grad if narrow is None else grad.to(narrow).to(grad.dtype)), None, None
 
 
 def rounded(x: Tensor, fwd: torch.dtype | None, bwd: torch.dtype | None) -> Tensor:
     """x, rounded on the way forward, and its gradient on the way back."""
-    result: Tensor = _Round.apply(x, fwd, bwd)  # type: ignore[no-untyped-call]
+    result: Tensor = _Round.apply(x, fwd, bwd)  # type: ignore[no-untyped-call]  # torch types none
     return result
 
 

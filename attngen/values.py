@@ -56,7 +56,7 @@ def whole(
         span = f"from {low} up" if high is None else f"from {low} to {high}"
         step = _meant(name, given, int, low, high) or (f"; {step}" if step else "")
         raise SpecError(f"{name} must be an int {span}, got {shown(given)}{step}")
-    return value  # type: ignore[no-any-return]
+    return value  # type: ignore[no-any-return]  # checked above
 
 
 def flag(name: str, value: Any, allowed: str = "True or False") -> bool:
@@ -128,7 +128,7 @@ def _window_side(side: str, value: Any) -> int | None:
 def _number(name: str, value: Any, must: str) -> float:
     """The value as a float; a bool, a str and a tensor are none."""
     if type(value) is float or _is_symbolic(value):
-        return value  # type: ignore[no-any-return]
+        return value  # type: ignore[no-any-return]  # checked above
     held = plain(value)
     if type(held) is int and -(2**1000) < held < 2**1000:
         return float(held)
