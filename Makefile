@@ -60,10 +60,11 @@ golden: $(READY)
 	$(PYTEST) -q tests/test_render.py --update-golden
 
 # On a machine with a GPU; add `NO_VENV=1` where there is no network, GPU_JOBS="-n 4" to share it.
-# The tuner runs by itself: it compiles on all cores, and limits how long that may take.
+# The tuner and the host's time run by themselves: one compiles on all cores, the other is measured.
+ALONE = tests/test_tuner_workers.py tests/gpu/test_host_time.py
 gpu-test: $(READY)
-	$(PY) -m pytest -q -m gpu tests/gpu -p no:benchmark $(GPU_JOBS)
-	$(PY) -m pytest -q -m gpu tests/test_tuner_workers.py -p no:benchmark
+	$(PY) -m pytest -q -m gpu tests/gpu -p no:benchmark --ignore tests/gpu/test_host_time.py $(GPU_JOBS)
+	$(PY) -m pytest -q -m gpu $(ALONE) -p no:benchmark
 
 clean:
 	rm -rf .venv .venv-newest build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
