@@ -50,7 +50,7 @@ def switch_on() -> None:
             "which checks results and is slow",
             stacklevel=2,
         )
-    _repair_bfloat16()
+    _repair_products()
     _fuse_multiply_add()
     _add_descriptor_atomics()
     for module in _language_modules():
@@ -73,8 +73,17 @@ def _add_descriptor_atomics() -> None:
     InterpreterBuilder.create_descriptor_reduce = create_descriptor_reduce
 
 
-def _repair_bfloat16() -> None:
-    """Give the interpreter bfloat16 products and rounding to nearest.
+_FLOATS = (triton.language.float16, triton.language.bfloat16, triton.language.float32)
+
+
+def _float64(x: Any) -> np.ndarray:
+    """The data of an operand, widened."""
+    is_bits = x.dtype.scalar == triton.language.bfloat16
+    return (_widen(x.data) if is_bits else x.data).astype(np.float64)
+
+
+def _repair_products() -> None:
+    """Give the interpreter bfloat16 products, rounding to nearest, and sums in one order.
 
     Triton 3.6 keeps bfloat16 as the bits of a uint16, multiplies those as integers, and truncates
     when it narrows.
@@ -91,14 +100,12 @@ def _repair_bfloat16() -> None:
         return cast(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
-        if a.dtype.scalar == language.bfloat16:
-            a = TensorHandle(_widen(a.data), language.float32)
-            b = TensorHandle(_widen(b.data), language.float32)
-        elif a.dtype.scalar == language.float32:
-            # BLAS adds in an order of its own for each shape; delta and dP must agree to the bit.
-            product = a.data.astype(np.float64) @ b.data.astype(np.float64) + d.data
-            return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
-        return dot(self, a, b, d, *options)
+        if a.dtype.scalar not in _FLOATS:
+            return dot(self, a, b, d, *options)
+        # BLAS adds in an order of its own for each shape and processor. Forward and backward must
+        # agree on a score, and delta with dP.
+        product = _float64(a) @ _float64(b) + d.data
+        return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
 
     InterpreterBuilder.cast_impl = cast_impl
     InterpreterBuilder.create_dot = create_dot
