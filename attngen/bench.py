@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen import lowering
 from attngen.api import compile
-from attngen.config import KernelConfig, default_config
+from attngen.config import KernelConfig
 from attngen.explain import explain_workload
 from attngen.gpu import current
 from attngen.peers import Attend, CannotServe, Peer
@@ -118,7 +119,7 @@ def bench(
         progress(f"{at}: preparing")
         torch.compiler.reset()  # each shape compiles FlexAttention anew, and dynamo counts
         (choice,) = explain_workload(spec, workload, gpu=gpu, directions=(direction,)).choices
-        default = default_config(spec.text, choice.bucket, gpu)
+        default = lowering.default(spec.text, choice.bucket, gpu)
         ours = ((OURS, choice.config), (DEFAULT, default))
         inputs = _inputs(spec, workload, device)
         entrants = list(_ours(spec, direction, ours, inputs))

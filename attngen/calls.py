@@ -192,19 +192,29 @@ def _settled(
     device = device_index_of(q)
     resolved = resolve(text_key, place, device)
     kernel = resolved.kernel
-    if kernel is not resolved.by_pointer and not addressable(*tiles):
+    is_hopper = kernel.config.lowering == "hopper"
+    captured = is_hopper and _is_captured(device)
+    mixed = is_hopper and any(x.dtype != q.dtype for x in tiles)  # the gradient of a partial out
+    if captured or mixed or (kernel is not resolved.by_pointer and not addressable(*tiles)):
         kernel = resolved.by_pointer
     memory = [*results]
     if direction == "bwd":
         memory.append(_float32(batch, heads, 2, -(-seqlen_q // 128) * 128))
-        if kernel.config.dq == "atomic":  # type: ignore[union-attr]  # a backward config
+        if kernel.config.sums_dq:
             memory.append(_float32(batch, heads, seqlen_q, dim))
     numbers = _numbers(spec, named, seqlen_q, k.shape[2])
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     run = kernel.prepared(numbers, keywords=("seed",) if extra else ())
     call = _Call(run, device, memory)
-    _remember(at, call, resets)
+    if not captured:
+        _remember(at, call, resets)
     return call
+
+
+def _is_captured(device: int | None) -> bool:
+    """Is a CUDA graph being captured? plan() of a hopper file may copy its table of work to the
+    device, which a capture forbids."""
+    return device is not None and torch.cuda.is_current_stream_capturing()
 
 
 def _numbers(

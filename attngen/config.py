@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import MISSING, asdict, dataclass, fields, replace
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from dataclasses import MISSING, dataclass, fields, replace
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
+from attngen import hopper
+from attngen.config_base import NamedFields
 from attngen.errors import NoFeasibleConfigError, SpecError, nearest
 from attngen.gpu import GpuInfo
 from attngen.head_dim import Part
+from attngen.hopper import HopperBwdConfig, HopperConfig, HopperFwdConfig
 from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Direction
 
@@ -24,9 +27,11 @@ REGISTERS_PER_THREAD = 255
 
 
 @dataclass(frozen=True, kw_only=True)
-class FwdConfig:
+class FwdConfig(NamedFields):
     """Forward: one program computes `block_m` query rows (the paper's B_r) against key tiles of
     `block_n` (B_c)."""
+
+    direction: ClassVar[Direction] = "fwd"
 
     lowering: Literal["triton"] = "triton"
     tiles: Tiles = "pointer"
@@ -36,18 +41,13 @@ class FwdConfig:
     num_warps: int
     num_stages: int
 
-    @property
-    def key(self) -> str:
-        return _key(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class BwdConfig:
+class BwdConfig(NamedFields):
     """Backward: the dk/dv kernel keeps `block_n` keys and walks query tiles of `block_m`; the dq
     kernel keeps `dq_block_m` queries and walks key tiles of `dq_block_n`."""
+
+    direction: ClassVar[Direction] = "bwd"
 
     lowering: Literal["triton"] = "triton"
     tiles: Tiles = "pointer"
@@ -64,35 +64,37 @@ class BwdConfig:
     dq_num_warps: int = 4
     dq_num_stages: int = 2
 
-    def __post_init__(self) -> None:
-        if self.dq == "atomic":
-            for field in fields(self):
-                if field.name in _DQ_TILE:
-                    object.__setattr__(self, field.name, field.default)
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The tile of the dq kernel, if there is none."""
+        return _DQ_TILE if self.dq == "atomic" else ()
 
     @property
-    def key(self) -> str:
-        return _key(self)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The named fields; without the tile of the dq kernel if there is none."""
-        unused = _DQ_TILE if self.dq == "atomic" else ()
-        return {name: value for name, value in asdict(self).items() if name not in unused}
+    def sums_dq(self) -> bool:
+        return self.dq == "atomic"
 
 
 _DQ_TILE = ("dq_block_m", "dq_block_n", "dq_num_warps", "dq_num_stages")
 
 
-KernelConfig = FwdConfig | BwdConfig
-CONFIG_CLASS: dict[Direction, type[FwdConfig] | type[BwdConfig]] = {
-    "fwd": FwdConfig,
-    "bwd": BwdConfig,
+PortableConfig = FwdConfig | BwdConfig
+KernelConfig = PortableConfig | HopperConfig
+CONFIG_CLASSES: dict[Direction, dict[str, type[KernelConfig]]] = {
+    "fwd": {"triton": FwdConfig, "hopper": HopperFwdConfig},
+    "bwd": {"triton": BwdConfig, "hopper": HopperBwdConfig},
 }
 
 
-def _key(config: KernelConfig) -> str:
-    """Readable and canonical: `lowering=triton,tiles=pointer,block_m=128,...`."""
-    return ",".join(f"{name}={value}" for name, value in config.as_dict().items())
+def class_of(direction: Direction, named: dict[str, Any]) -> type[KernelConfig]:
+    """The class that named fields belong to: their `lowering` says which.
+
+    Raises:
+        SpecError: there is no such lowering.
+    """
+    classes, lowering = CONFIG_CLASSES[direction], named.get("lowering", "triton")
+    if not isinstance(lowering, str) or lowering not in classes:
+        raise SpecError(f"lowering must be one of {', '.join(classes)}, got {lowering!r}")
+    return classes[lowering]
 
 
 def from_dict(direction: Direction, named: dict[str, Any]) -> KernelConfig:
@@ -101,12 +103,12 @@ def from_dict(direction: Direction, named: dict[str, Any]) -> KernelConfig:
     Raises:
         SpecError: a field is unknown or missing.
     """
-    cls = CONFIG_CLASS[direction]
+    cls = class_of(direction, named)
     known = [f.name for f in fields(cls)]
     for name in named:
         if name not in known:
             raise SpecError(
-                f"unknown {direction} config field {name!r}{nearest(name, known)}; "
+                f"unknown {direction} config field {name!r}{_hint(direction, name, known)}; "
                 f"fields: {', '.join(known)}"
             )
     missing = [f.name for f in fields(cls) if f.default is MISSING and f.name not in named]
@@ -117,13 +119,33 @@ def from_dict(direction: Direction, named: dict[str, Any]) -> KernelConfig:
     return cls(**named)
 
 
+def _hint(direction: Direction, name: str, known: list[str]) -> str:
+    """A field of a similar name, or the lowering that has the field."""
+    for lowering, cls in CONFIG_CLASSES[direction].items():
+        if name in (f.name for f in fields(cls)):
+            return f" (a field of lowering={lowering})"
+    return nearest(name, known)
+
+
+def value_problem(cls: type[KernelConfig], name: str, value: Any) -> str | None:
+    """What a config field may be, if that is not what it is: "must be an int"."""
+    kind = get_type_hints(cls)[name]
+    choices = get_args(kind)
+    if choices and (value not in choices or isinstance(value, bool)):
+        return f"must be one of {', '.join(map(str, choices))}"
+    if kind is bool and not isinstance(value, bool):
+        return "must be true or false"
+    if kind is int and (not isinstance(value, int) or isinstance(value, bool)):
+        return "must be an int"
+    return None
+
+
 def parse(direction: Direction, text: str) -> KernelConfig:
     """Read `block_m=128,block_n=64,num_warps=4,num_stages=2`.
 
     Raises:
         SpecError: a field is unknown, missing, given twice, unused or of the wrong type.
     """
-    known = get_type_hints(CONFIG_CLASS[direction])
     named: dict[str, Any] = {}
     for item in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = (piece.strip() for piece in item.partition("="))
@@ -134,17 +156,21 @@ def parse(direction: Direction, text: str) -> KernelConfig:
             )
         if name in named:
             raise SpecError(f"config field {name} is given twice; keep one")
-        named[name] = int(value) if re.fullmatch("-?[0-9]{1,9}", value) else value
+        named[name] = _read(value)
     config = from_dict(direction, named)
     for name, value in named.items():
-        choices = get_args(known[name])
-        if choices and value not in choices:
-            raise SpecError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-        if not choices and not isinstance(value, int):
-            raise SpecError(f"{name} must be an int, got {value!r}")
+        if problem := value_problem(type(config), name, value):
+            raise SpecError(f"{name} {problem}, got {value!r}")
     if unused := named.keys() - config.as_dict().keys():
-        raise SpecError(f"dq=atomic runs no dq kernel; leave out {', '.join(sorted(unused))}")
+        at = getattr(config, "dq", None)
+        raise SpecError(f"dq={at} has no use for them; leave out {', '.join(sorted(unused))}")
     return config
+
+
+def _read(text: str) -> Any:
+    if text in ("true", "false"):
+        return text == "true"
+    return int(text) if re.fullmatch("-?[0-9]{1,9}", text) else text
 
 
 class Footprint(NamedTuple):
@@ -160,7 +186,7 @@ def _width(parts: tuple[Part, ...]) -> int:
     return sum(part.width for part in parts)
 
 
-def footprints(spec: AttentionSpec, config: KernelConfig) -> list[Footprint]:
+def footprints(spec: AttentionSpec, config: PortableConfig) -> list[Footprint]:
     """Estimated shared memory and registers of each kernel of a config."""
     d, dv, size = _width(spec.qk_parts), _width(spec.v_parts), spec.element_size
     stages = max(config.num_stages, 1)
@@ -196,6 +222,8 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
     The formula errs on the side of trying: what it lets through, the compiler's own figures
     decide (`attngen.tuner`).
     """
+    if isinstance(config, HopperConfig):
+        return hopper.infeasible(spec, config, gpu)
     why = []
     for name, value in config.as_dict().items():
         if "block_" in name and (not MIN_BLOCK <= value <= MAX_BLOCK or value & (value - 1)):
@@ -233,7 +261,7 @@ def descriptors_pay(spec: AttentionSpec, gpu: GpuInfo) -> bool:
     return gpu.has_tma and whole and not spec.is_exact
 
 
-def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
+def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> PortableConfig:
     """The config used when nothing was measured: the first feasible one of a short list.
 
     Raises:
@@ -255,7 +283,7 @@ def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelC
     )
 
 
-def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[KernelConfig]:
+def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[PortableConfig]:
     """Candidates for the default, best guess first; ever smaller tiles, so that one fits."""
     rows = max(MIN_BLOCK, bucket.seqlen_q or 128)
     keys = max(MIN_BLOCK, bucket.seqlen_k or 128)
@@ -315,6 +343,6 @@ def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[Ker
         )
 
 
-def with_tiles(config: KernelConfig, tiles: Tiles) -> KernelConfig:
+def with_tiles(config: PortableConfig, tiles: Tiles) -> PortableConfig:
     """The same config with K and V tiles addressed another way."""
     return replace(config, tiles=tiles)

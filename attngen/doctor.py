@@ -23,7 +23,13 @@ TORCH_OLDEST = (2, 11)
 TRITON_OLDEST, TRITON_BEYOND = (3, 6), (3, 10)
 # The interpreter of this Triton breaks with this numpy: "only 0-dimensional arrays".
 NUMPY_BEYOND = (2, 4)
-VARIABLES = ("ATTNGEN_CACHE_DIR", "ATTNGEN_DB", "ATTNGEN_INTERPRET", "TRITON_INTERPRET")
+VARIABLES = (
+    "ATTNGEN_CACHE_DIR",
+    "ATTNGEN_DB",
+    "ATTNGEN_INTERPRET",
+    "ATTNGEN_LOWERING",
+    "TRITON_INTERPRET",
+)
 
 State = Literal["ok", "note", "problem"]
 

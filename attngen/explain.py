@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from attngen.config import KernelConfig, with_tiles
+from attngen import lowering
+from attngen.config import KernelConfig
 from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
 from attngen.kernel import file_name
@@ -116,7 +117,8 @@ def explain_workload(
     for direction in directions:
         at = spec_bucket(direction, spec, workload)
         config, found, _ = find(spec.text, at, where)
-        choices.append(Choice(spec.text, at, where, config, found))
+        notes = lowering.notes(spec.text, config, at, where)
+        choices.append(Choice(spec.text, at, where, config, found, tuple(notes)))
     return Explanation(spec, workload, tuple(choices))
 
 
@@ -127,12 +129,15 @@ def explain_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Explan
     made = explain_workload(spec, workload, gpu=where)
     choices = []
     for choice in made.choices:
-        notes = []
+        notes = list(choice.notes)
         config = choice.config
-        if config.tiles == "descriptor" and not addressable(q, k, v):
-            config = with_tiles(config, "pointer")
+        if not addressable(q, k, v):
+            config = lowering.by_pointer(choice.spec, config, choice.bucket, where)
+        if config != choice.config:
+            was = choice.config
+            why = "lowering=hopper" if was.lowering == "hopper" else "descriptor"
             notes.append(
-                "tiles=pointer instead of descriptor: a pointer or stride of q, k or v is no "
+                f"tiles=pointer instead of {why}: a pointer or stride of q, k or v is no "
                 "multiple of 16 bytes"
             )
         for name, x in (("q", q), ("k", k), ("v", v)):

@@ -6,13 +6,13 @@ Imports neither torch nor triton.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
 
 from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
-from attngen.records import POLICY, Record, RecordKey, minor_of
+from attngen.records import POLICY, Record, RecordKey
 from attngen.render import template_hash
 from attngen.spec import AttentionSpec
+from attngen.versions import triton_minor
 from attngen.workload import Bucket
 
 
@@ -22,18 +22,12 @@ def parsed(text_key: str) -> AttentionSpec:
     return AttentionSpec.parse(text_key)
 
 
-@functools.cache
-def triton_minor() -> str:
-    """Version of the installed Triton as "major.minor", without importing it."""
-    return minor_of(importlib.metadata.version("triton"))
-
-
 def record_key(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> RecordKey:
     """The key under which the tuner stores, and the look-up seeks, a record."""
     text = spec.text_of(bucket.direction)
     return RecordKey(
         text_key=text.text_key,
-        template_hash=template_hash(text, bucket.direction),
+        template_hash=template_hash(text, bucket.direction, gpu.arch),
         bucket=bucket.key,
         device_key=gpu.device_key,
         triton=triton_minor(),
@@ -50,6 +44,8 @@ def stale_in(record: Record) -> list[str]:
         spec = parsed(record.key.text_key)
     except SpecError as error:
         return [*found, f"spec: {error}"]
-    if record.key.template_hash != template_hash(spec.text_of(record.direction), record.direction):
+    arch = record.key.device_key.partition("-")[0]
+    text = spec.text_of(record.direction)
+    if record.key.template_hash != template_hash(text, record.direction, arch):
         found.append("templates")
     return found

@@ -45,15 +45,25 @@ class _Open(NamedTuple):
     """The same, and the shape and strides."""
 
 
+_IN_GRAPHS: list[Tensor] = []
+"""Tensors of plans that CUDA graphs have captured: nobody tells when such a graph is gone."""
+
+
 class Bound:
-    """The launches of one plan, for other tensors of the same layout."""
+    """The launches of one plan, for other tensors of the same layout.
+
+    Holds no tensor but those that plan() made itself, as a table of work.
+    """
 
     def __init__(self, launches: list[_Open], device: int) -> None:
         self._launches = launches
         self._device = device
+        self._made = [x for each in launches for x in each.arguments if isinstance(x, Tensor)]
 
     def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
         """Launch on the current stream. Pointers are multiples of 16 bytes."""
+        if self._made and torch.cuda.is_current_stream_capturing():
+            _IN_GRAPHS.extend(self._made)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
         for compiled, grid, template, pointers, descriptors in self._launches:
@@ -94,9 +104,10 @@ def launch(plan: list[Any]) -> None:
 def bind(plan: list[Any], tensors: tuple[Tensor | None, ...]) -> Bound:
     """Run the launches of a plan made of these tensors, no two of them one object; keep the rest.
 
-    The result holds no tensor.
+    A tensor that plan() made itself is kept too: it is the same for every call of the layout.
     """
     which = {id(x): number for number, x in enumerate(tensors) if x is not None}
+    stores = {x.untyped_storage().data_ptr() for x in tensors if x is not None}
     launches = []
     for kernel, grid, arguments, constants in plan:
         compiled = kernel[grid](*arguments, **constants)
@@ -104,12 +115,25 @@ def bind(plan: list[Any], tensors: tuple[Tensor | None, ...]) -> Bound:
         template = [*arguments, *(constants[p.name] for p in kernel.params[len(arguments) :])]
         pointers, descriptors = [], []
         for at, argument in enumerate(arguments):
-            if isinstance(argument, Tensor):
+            base = getattr(argument, "base", argument)
+            if not isinstance(base, Tensor):
+                continue
+            if id(base) not in which:
+                _refuse_view(base, stores, kernel)
+            elif base is argument:
                 template[at] = None
-                pointers.append((at, which[id(argument)]))
-            elif hasattr(argument, "base"):
+                pointers.append((at, which[id(base)]))
+            else:
                 template[at] = None
-                like = _Descriptor(None, argument)
-                descriptors.append((at, which[id(argument.base)], like))
+                descriptors.append((at, which[id(base)], _Descriptor(None, argument)))
         launches.append(_Open(compiled, grid, template, pointers, descriptors))
     return Bound(launches, torch.cuda.current_device())
+
+
+def _refuse_view(made: Tensor, stores: set[int], kernel: Any) -> None:
+    """A view of a call's tensor would go on pointing at the first call's memory."""
+    if made.untyped_storage().data_ptr() in stores:
+        raise ValueError(
+            f"plan() hands {kernel.__name__} a view of one of its tensors; hand on the tensor "
+            "itself, and what the view says as numbers"
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from datetime import datetime
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args
 
 from attngen import config as configs
 from attngen.errors import SpecError, nearest
@@ -152,16 +152,15 @@ def _evidence_problem(named: dict[str, Any]) -> str | None:
 
 def _config_problem(direction: Direction, config: dict[str, Any]) -> str | None:
     try:
-        whole = configs.from_dict(direction, config).as_dict()
+        whole = configs.from_dict(direction, config)
     except SpecError as error:
         return f"config: {error}"
-    kinds = get_type_hints(configs.CONFIG_CLASS[direction])
-    for name, value in whole.items():
-        kind, allowed = kinds[name], get_args(kinds[name])
-        if allowed and value not in allowed:
-            return f"config.{name} must be one of {list(allowed)}, got {_short(value)}"
-        if kind is int and not _is_count(value):
-            return f"config.{name} must be an int from 0 to {MAX_COUNT - 1}, got {_short(value)}"
+    for name, value in whole.as_dict().items():
+        problem = configs.value_problem(type(whole), name, value)
+        if problem is None and isinstance(value, int) and not 0 <= value < MAX_COUNT:
+            problem = f"must be an int from 0 to {MAX_COUNT - 1}"
+        if problem:
+            return f"config.{name} {problem}, got {_short(value)}"
     return None
 
 

@@ -21,6 +21,7 @@ from attngen.config import KernelConfig
 from attngen.errors import StoreError
 from attngen.paths import tuned_dirs
 from attngen.record_checks import DATE_FORMAT, Origin, problem_of
+from attngen.versions import minor_of
 from attngen.workload import Direction
 
 # The measurement policy of every record: the median of runs that each begin with the L2 flushed;
@@ -168,11 +169,6 @@ def preference(record: Record) -> tuple[bool, bool, float, str, str]:
         record.date,
         record.to_line(),
     )
-
-
-def minor_of(version: str) -> str:
-    """`3.6.0` -> `3.6`."""
-    return ".".join(version.split(".")[:2])
 
 
 @functools.cache

@@ -7,8 +7,10 @@ import hashlib
 
 import jinja2
 
+from attngen import hopper
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
 from attngen.head_dim import Part
+from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.paths import data_dir
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction
@@ -37,7 +39,7 @@ def _named(parts: tuple[Part, ...], name: str, form: str = "{}", joined: str = "
 
 def direction_of(config: KernelConfig) -> Direction:
     """Which direction a config belongs to."""
-    return "fwd" if isinstance(config, FwdConfig) else "bwd"
+    return config.direction
 
 
 def render(spec: AttentionSpec, config: KernelConfig) -> str:
@@ -64,20 +66,24 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["window"] if spec.has_window_left or spec.has_window_right else []
     traits += ["softcap"] if spec.has_softcap else []
     traits += ["dropout"] if spec.has_dropout else []
-    traits += [f"tiles by {config.tiles}"]
+    traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
     what = "forward" if direction_of(config) == "fwd" else "backward"
     return f"Attention {what}: {', '.join(traits)}."
 
 
 @functools.lru_cache(maxsize=256)
-def template_hash(spec: AttentionSpec, direction: Direction) -> str:
-    """Hash of every text the spec can have, with the tunable constants held fixed.
+def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
+    """Hash of every text that may serve the spec on a device of this arch, with the tunable
+    constants held fixed.
 
     A tuning record carries it: the hash changes if and only if a kernel's text does, so that the
     file's header and its check against PyTorch are left out.
     """
     digest = hashlib.sha256()
-    for config in structural_variants(direction):
+    variants = structural_variants(direction)
+    if arch == hopper.ARCH and not hopper.unserved_anywhere(spec):
+        variants += hopper_variants(spec, direction)
+    for config in variants:
         _, _, body = render(spec, config).split('"""', 2)
         kernels, _, _ = body.partition("\ndef reference(")
         digest.update(kernels.encode())
@@ -85,7 +91,7 @@ def template_hash(spec: AttentionSpec, direction: Direction) -> str:
 
 
 def structural_variants(direction: Direction) -> list[KernelConfig]:
-    """One config for each text a spec can have in a direction."""
+    """One config for each text of the portable lowering that a spec can have in a direction."""
     if direction == "fwd":
         return [
             FwdConfig(tiles=tiles, block_m=64, block_n=64, num_warps=4, num_stages=2)
@@ -96,3 +102,11 @@ def structural_variants(direction: Direction) -> list[KernelConfig]:
         for tiles in ("pointer", "descriptor")
         for dq in ("kernel", "atomic")
     ]
+
+
+def hopper_variants(spec: AttentionSpec, direction: Direction) -> list[KernelConfig]:
+    """The same of the hopper lowering, for a spec that it serves."""
+    if direction == "fwd":
+        return [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3)]
+    atomic = [HopperBwdConfig(dq="atomic")] if hopper.adds_dq(spec) else []
+    return [HopperBwdConfig(dq="kernel"), *atomic]

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from attngen import gpu as gpus
-from attngen import interpreter
-from attngen.config import KernelConfig, default_config, infeasible, with_tiles
+from attngen import interpreter, lowering
+from attngen.config import KernelConfig, infeasible
 from attngen.gpu import GpuInfo
 from attngen.identity import parsed, record_key, stale_in
 from attngen.kernel import Kernel, kernel
@@ -32,7 +32,7 @@ class Resolved:
 
     kernel: Kernel
     by_pointer: Kernel
-    """The same config with pointers, for tensors that descriptors cannot address."""
+    """`lowering.by_pointer`, for tensors that descriptors cannot address."""
     found: Found
     key: RecordKey
     gpu: GpuInfo
@@ -57,8 +57,9 @@ def find(
         found = Found(record=None, tier="default", why=["Triton's interpreter is not tuned"])
     else:
         found = _look_up(spec, key, bucket, gpu, refused or {})
-    config = found.record.kernel_config if found.record else default_config(spec, bucket, gpu)
-    return config, found, key
+    if found.record is not None:
+        return found.record.kernel_config, found, key
+    return lowering.default(spec, bucket, gpu), found, key
 
 
 def _look_up(
@@ -70,7 +71,7 @@ def _look_up(
     """
 
     def accept(config: KernelConfig) -> list[str]:
-        return refused.get(config) or infeasible(spec, config, gpu)
+        return refused.get(config) or lowering.refusal(config) or infeasible(spec, config, gpu)
 
     with _records() as (store, pool):
         found = lookup(store, key, bucket, gpu, accept, shipped_records=pool)
@@ -145,8 +146,8 @@ def _resolve(text_key: str, bucket: Bucket, device_index: int | None) -> Resolve
     look_up = find if device_index is None else find_checked
     config, found, key = look_up(spec, bucket, gpu)
     interpret = device_index is None
-    by_pointer = kernel(spec, with_tiles(config, "pointer"), interpret)
-    best = kernel(spec, config, interpret) if config.tiles != "pointer" else by_pointer
+    by_pointer = kernel(spec, lowering.by_pointer(spec, config, bucket, gpu), interpret)
+    best = by_pointer if by_pointer.config == config else kernel(spec, config, interpret)
     return Resolved(best, by_pointer, found, key, gpu)
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from attngen import hopper_space, lowering
 from attngen.config import (
     MIN_BLOCK,
     REGISTERS_PER_THREAD,
@@ -19,11 +20,13 @@ from attngen.config import (
     Footprint,
     FwdConfig,
     KernelConfig,
+    PortableConfig,
     descriptors_pay,
     footprints,
     infeasible,
 )
 from attngen.gpu import GpuInfo
+from attngen.hopper import DQ_FIELDS, HopperBwdConfig, HopperConfig
 from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Direction
 
@@ -31,6 +34,11 @@ Axes = dict[str, tuple[Any, ...]]
 """The values of each config field, in the order in which one step is one index."""
 
 Tile = tuple[int, int, int, int]
+
+MODEL_SEEDS = 20
+"""So many portable configs are tried in the model's order before a sampler is asked."""
+MODEL_SEEDS_BESIDE_HOPPER = 6
+"""The same where the hopper lowering serves: on an H200 it won all that was measured."""
 
 DKDV_AXES = ("block_m", "block_n", "num_warps", "num_stages")
 DQ_AXES = ("dq_block_m", "dq_block_n", "dq_num_warps", "dq_num_stages")
@@ -78,8 +86,8 @@ def _up_to(blocks: tuple[int, ...], length: int) -> tuple[int, ...]:
     return tuple(b for b in blocks if not length or b <= length) or (max(MIN_BLOCK, length),)
 
 
-def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
-    """Every config of the axes that `config.infeasible` lets through."""
+def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[PortableConfig]:
+    """Every config of the axes that `config.infeasible` lets through: the portable lowering's."""
     space = axes(spec, bucket, gpu)
     if bucket.direction == "fwd":
         every = (FwdConfig(**named) for named in _product(space))
@@ -87,7 +95,9 @@ def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kernel
     return list(_backward_candidates(spec, space, gpu))
 
 
-def _backward_candidates(spec: AttentionSpec, space: Axes, gpu: GpuInfo) -> Iterator[KernelConfig]:
+def _backward_candidates(
+    spec: AttentionSpec, space: Axes, gpu: GpuInfo
+) -> Iterator[PortableConfig]:
     """The two kernels are feasible or not each by itself, so each tile is checked once."""
     least: dict[str, Any] = dict(zip(DQ_AXES, (MIN_BLOCK, MIN_BLOCK, 4, 1), strict=True))
     first: dict[str, Any] = dict(zip(DKDV_AXES, least.values(), strict=True))
@@ -108,6 +118,30 @@ def _backward_candidates(spec: AttentionSpec, space: Axes, gpu: GpuInfo) -> Iter
             yield BwdConfig(tiles=tiles, **one, **other)
 
 
+def search_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
+    """Every config that a search may try, most promising first: those of the hopper lowering where
+    it serves, then the portable ones in the model's order."""
+    wanted = lowering.required(spec, gpu)
+    order: list[KernelConfig] = []
+    if wanted != "triton":
+        order += hopper_space.candidates(spec, bucket, gpu)
+    if wanted != "hopper":
+        order += model_order(spec, bucket, gpu, candidates(spec, bucket, gpu))
+    return order
+
+
+def search_starts(
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, order: Sequence[KernelConfig]
+) -> list[KernelConfig]:
+    """What of an order is tried before a sampler is asked: the known starts of the hopper lowering
+    and the first of the portable ones; fewer of these where the other lowering serves."""
+    portable = (config for config in order if config.lowering != "hopper")
+    known = set(hopper_space.starts(spec, bucket, gpu))
+    starts = [config for config in order if config in known]
+    count = MODEL_SEEDS_BESIDE_HOPPER if starts else MODEL_SEEDS
+    return starts + list(itertools.islice(portable, count))
+
+
 def _product(space: Axes) -> Iterator[dict[str, Any]]:
     for values in itertools.product(*space.values()):
         yield dict(zip(space, values, strict=True))
@@ -115,9 +149,11 @@ def _product(space: Axes) -> Iterator[dict[str, Any]]:
 
 def neighbours(config: KernelConfig, space: Axes) -> list[KernelConfig]:
     """The configs one step along one axis away (so one backward kernel at a time changes)."""
-    found = []
+    if isinstance(config, HopperConfig):
+        return [*hopper_space.neighbours(config)]
+    found: list[KernelConfig] = []
     for name, values in space.items():
-        if isinstance(config, BwdConfig) and config.dq == "atomic" and name in DQ_AXES:
+        if name in config.unused:
             continue
         value = getattr(config, name)
         if value not in values:
@@ -132,19 +168,22 @@ def neighbours(config: KernelConfig, space: Axes) -> list[KernelConfig]:
 
 
 def encode(config: KernelConfig, space: Axes) -> dict[str, int] | None:
-    """A config as one index an axis (a log2 scale for blocks); None if it is off the axes."""
+    """A config as one index an axis (a log2 scale for blocks); None if it is off the axes, as all
+    of the hopper lowering are."""
+    if isinstance(config, HopperConfig):
+        return None
     indices = {}
     for name, values in space.items():
         value = getattr(config, name)
         if value not in values:
-            if not (isinstance(config, BwdConfig) and config.dq == "atomic" and name in DQ_AXES):
+            if name not in config.unused:
                 return None
             value = values[0]
         indices[name] = values.index(value)
     return indices
 
 
-def decode(direction: Direction, indices: dict[str, int], space: Axes) -> KernelConfig:
+def decode(direction: Direction, indices: dict[str, int], space: Axes) -> PortableConfig:
     """The inverse of `encode`."""
     named = {name: values[indices[name]] for name, values in space.items()}
     return FwdConfig(**named) if direction == "fwd" else BwdConfig(**named)
@@ -152,23 +191,31 @@ def decode(direction: Direction, indices: dict[str, int], space: Axes) -> Kernel
 
 def kernel_parts(config: KernelConfig) -> dict[str, tuple[Any, ...]]:
     """What each tuned kernel of a config depends on: equal parts compile to the same code."""
-    if isinstance(config, FwdConfig):
-        return {"attn_fwd": tuple(config.as_dict().items())}
-    shared = (config.lowering, config.tiles)
-    parts = {"attn_bwd_dkdv": (*shared, config.dq, *(getattr(config, n) for n in DKDV_AXES))}
-    if config.dq == "kernel":
-        parts["attn_bwd_dq"] = (*shared, *(getattr(config, n) for n in DQ_AXES))
+    named = config.as_dict()
+    if config.direction == "fwd":
+        return {"attn_fwd": tuple(named.items())}
+    shared = tuple(named.pop(name) for name in ("lowering", "tiles") if name in named)
+    of_dq = tuple(named.pop(name) for name in _dq_fields(config) if name in named)
+    parts = {"attn_bwd_dkdv": (*shared, *named.values())}
+    if of_dq:
+        parts["attn_bwd_dq"] = (*shared, *of_dq)
     return parts
+
+
+def _dq_fields(config: KernelConfig) -> tuple[str, ...]:
+    """The fields that the dq kernel alone reads."""
+    return DQ_FIELDS if config.lowering == "hopper" else DQ_AXES
 
 
 def joined(one: KernelConfig, other: KernelConfig) -> KernelConfig | None:
     """The dk/dv kernel of one backward config with the dq kernel of another; None if they differ
     in more, or there are none."""
-    if not (isinstance(one, BwdConfig) and isinstance(other, BwdConfig)):
+    both = BwdConfig | HopperBwdConfig
+    if not (isinstance(one, both) and isinstance(other, both)):
         return None
     if (one.lowering, one.tiles) != (other.lowering, other.tiles) or "atomic" in (one.dq, other.dq):
         return None
-    return replace(one, **{name: getattr(other, name) for name in DQ_AXES})
+    return replace(one, **{name: getattr(other, name) for name in _dq_fields(other)})
 
 
 # Tiles (block_m, block_n, num_warps, num_stages) that were among the best on an H200, by the larger
@@ -208,7 +255,7 @@ _FMA_BWD_STARTS = (
 )
 
 
-def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
+def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[PortableConfig]:
     """Good configs from earlier measurements that fit here, descriptors first where they exist."""
     dim = max(spec.head_dim, spec.head_dim_v)
     table: dict[int, Any] = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
@@ -216,7 +263,7 @@ def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kern
     if spec.is_exact:
         starts = _FMA_FWD_STARTS if bucket.direction == "fwd" else _FMA_BWD_STARTS
     space = axes(spec, bucket, gpu)
-    found: list[KernelConfig] = []
+    found: list[PortableConfig] = []
     for address, start in itertools.product(reversed(space["tiles"]), starts):
         config = _start(address, start)
         if encode(config, space) is not None and not infeasible(spec, config, gpu):
@@ -224,7 +271,7 @@ def known_starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kern
     return found
 
 
-def _start(address: Any, start: Any) -> KernelConfig:
+def _start(address: Any, start: Any) -> PortableConfig:
     if isinstance(start[0], int):
         return FwdConfig(tiles=address, **dict(zip(DKDV_AXES, start, strict=True)))
     dq, tile, dq_tile = start
@@ -245,7 +292,7 @@ class _Walk(NamedTuple):
     """Rows that programs share out among themselves."""
 
 
-def _walks(config: KernelConfig, bucket: Bucket) -> list[_Walk]:
+def _walks(config: PortableConfig, bucket: Bucket) -> list[_Walk]:
     """In the order of `config.footprints`."""
     m, n, tail = config.block_m, config.block_n, (config.num_warps, config.num_stages)
     if isinstance(config, FwdConfig):
@@ -284,7 +331,7 @@ def _cost(walk: _Walk, need: Footprint, bucket: Bucket, gpu: GpuInfo) -> float:
 
 
 def costs(
-    spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo
+    spec: AttentionSpec, config: PortableConfig, bucket: Bucket, gpu: GpuInfo
 ) -> tuple[float, ...]:
     """The model's cost of each tuned kernel of a config."""
     pairs = zip(_walks(config, bucket), footprints(spec, config), strict=True)
@@ -292,15 +339,15 @@ def costs(
 
 
 def model_order(
-    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, configs: Iterable[KernelConfig]
-) -> list[KernelConfig]:
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, configs: Iterable[PortableConfig]
+) -> list[PortableConfig]:
     """The configs, most promising first.
 
     Known good starts lead. The rest take turns between the kinds of kernel (tiles, dq), so that
     no kind is judged by the model alone; within a kind the cheaper goes first. Of two-kernel
     configs those that pair the best tile of one kernel with any of the other go first.
     """
-    kinds: dict[tuple[Any, ...], list[KernelConfig]] = {}
+    kinds: dict[tuple[Any, ...], list[PortableConfig]] = {}
     for config in configs:
         kinds.setdefault((config.tiles, getattr(config, "dq", None)), []).append(config)
     turns = [
@@ -320,10 +367,10 @@ def model_order(
 
 
 def _by_cost(
-    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, configs: list[KernelConfig]
-) -> list[KernelConfig]:
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, configs: list[PortableConfig]
+) -> list[PortableConfig]:
     known: dict[Any, float] = {}
-    cost_of: dict[KernelConfig, list[float]] = {}
+    cost_of: dict[PortableConfig, list[float]] = {}
     for config in configs:
         parts = list(kernel_parts(config).items())
         if any(part not in known for part in parts):
@@ -334,7 +381,7 @@ def _by_cost(
         for column in zip(*cost_of.values(), strict=True)
     ]
 
-    def key(config: KernelConfig) -> tuple[Any, ...]:
+    def key(config: PortableConfig) -> tuple[Any, ...]:
         each = cost_of[config]
         rank = math.prod(ranks[i][cost] for i, cost in enumerate(each))
         return (rank if len(each) > 1 else 0, sum(each), config.key)

@@ -10,6 +10,8 @@ from typing import Any
 
 import triton.backends.nvidia
 
+_SERIALISED = re.compile(r"\(?C75(1[0-9])\)?")
+_WGMMA_ARCH = 90
 _TOOLS = Path(triton.backends.nvidia.__file__).parent / "bin"
 
 
@@ -40,6 +42,21 @@ def resource_usage(cubin: bytes) -> dict[str, int]:
     if match is None:
         raise RuntimeError(f"cuobjdump printed no resource usage: {text[:200]!r}")
     return {"registers": int(match.group(1)), "stack_bytes": int(match.group(2))}
+
+
+def is_serialised(ptx: str, capability: int) -> bool | None:
+    """Did ptxas have to run wgmma one by one? None where there are none.
+
+    It says so in a note that Triton does not show, so it is run once more.
+    """
+    if capability != _WGMMA_ARCH or "wgmma.mma_async" not in ptx:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder, "kernel.ptx")
+        source.write_text(ptx)
+        arguments = ["-v", f"--gpu-name=sm_{capability}a", str(source)]
+        log = tool("ptxas", *arguments, "-o", str(Path(folder, "kernel.cubin")))
+    return _SERIALISED.search(log) is not None
 
 
 def tool(name: str, *arguments: str) -> str:

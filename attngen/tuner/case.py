@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.config import BwdConfig, KernelConfig
+from attngen.config import KernelConfig
 from attngen.reference import alignment, scale_of
 from attngen.spec import AttentionSpec
 from attngen.workload import Workload
@@ -62,15 +62,15 @@ class Case:
 
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
-        if not isinstance(config, BwdConfig):
+        if config.direction == "fwd":
             return self.q, self.k, self.v, self.out, self.lse
-        scratch = (self.rows, self.dq_sum) if config.dq == "atomic" else (self.rows,)
+        scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
         grads = (self.dq, self.dk, self.dv)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch
 
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
-        names = ("dq", "dk", "dv") if isinstance(config, BwdConfig) else ("out", "lse")
+        names = ("dq", "dk", "dv") if config.direction == "bwd" else ("out", "lse")
         return {name: getattr(self, name) for name in names}
 
     def spoil(self, config: KernelConfig) -> None:

@@ -7,11 +7,8 @@ cache, where the timing worker finds it.
 
 from __future__ import annotations
 
-import re
 import sys
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +19,9 @@ from attngen import config as configs
 from attngen.kernel import Kernel, explained
 from attngen.spec import AttentionSpec
 from attngen.tuner import case
-from attngen.tuner.binary import facts_of, tool
+from attngen.tuner.binary import facts_of, is_serialised
 from attngen.tuner.child import Lines
 from attngen.workload import Workload
-
-_SERIALISED = re.compile(r"\(?C75(1[0-4])\)?")
-_WGMMA_ARCH = 90
 
 
 class TargetDriver:
@@ -91,20 +85,9 @@ class Compiler:
         if compiled.hash not in self._known:
             self._known[compiled.hash] = {
                 **facts_of(name, compiled),
-                "serialised_wgmma": self._is_serialised(compiled.asm["ptx"]),
+                "serialised_wgmma": is_serialised(compiled.asm["ptx"], self._capability),
             }
         return self._known[compiled.hash] | {"compile_s": time.perf_counter() - begin}
-
-    def _is_serialised(self, ptx: str) -> bool | None:
-        """Did ptxas have to run wgmma one by one? None where there are none."""
-        if self._capability != _WGMMA_ARCH or "wgmma.mma_async" not in ptx:
-            return None
-        with tempfile.TemporaryDirectory() as folder:
-            source = Path(folder, "kernel.ptx")
-            source.write_text(ptx)
-            arguments = ["-v", f"--gpu-name=sm_{self._capability}a", str(source)]
-            log = tool("ptxas", *arguments, "-o", str(Path(folder, "kernel.cubin")))
-        return _SERIALISED.search(log) is not None
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """Tuning for a GPU that is not here: everything but the timing.
 
 Candidates are taken in the model's order; the first that compiles within the GPU's limits and that
-Triton's interpreter finds correct on a small shape is stored as "predicted".
+Triton's interpreter finds correct on a small shape is stored as "predicted". The hopper lowering is
+left out: the model does not rank it, and the interpreter cannot run it.
 """
 
 from __future__ import annotations
@@ -83,11 +84,12 @@ class Prediction:
         }
         self.report.resumed = len(known)
         self._reasons |= {trial.config_key: trial.reason or "" for trial in known.values()}
-        stored = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
+        known_best = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
+        stored = [config for config in known_best if config.lowering == "triton"]
         order = model_order(
             job.spec, job.bucket, job.gpu, candidates(job.spec, job.bucket, job.gpu)
         )
-        every = dict.fromkeys([*stored, *order])
+        every: dict[KernelConfig, None] = dict.fromkeys([*stored, *order])
         return [config for config in every if config not in known][: self._limit()]
 
     def _limit(self) -> int:

@@ -12,8 +12,8 @@ from attngen.kernel import explained, kernel
 from attngen.render import direction_of
 from attngen.spec import AttentionSpec
 from attngen.tuner import case
-from attngen.tuner.binary import facts_of
-from attngen.tuner.static_check import ANY_SIZES, KernelFacts, kernel_objection
+from attngen.tuner.binary import facts_of, is_serialised
+from attngen.tuner.static_check import ANY_SIZES, Compiled, KernelFacts, objection
 
 
 def disagreements(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[str]:
@@ -26,7 +26,9 @@ def disagreements(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> li
         for jit, grid, arguments, constants in plan:
             compiled = jit.warmup(*arguments, grid=grid, **constants)
             facts = facts_of(jit.__name__, compiled)
-            found = kernel_objection(KernelFacts(**facts), gpu)
+            if config.lowering == "hopper":
+                facts["serialised_wgmma"] = is_serialised(compiled.asm["ptx"], gpu.capability)
+            found = objection(Compiled(config, (KernelFacts(**facts),)), gpu)
             if found is not None:
                 return [found.reason]
     except Exception as error:  # whatever it is, the default config is not this one

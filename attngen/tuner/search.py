@@ -77,7 +77,10 @@ class Search:
         else:
             self._turn = not self._turn
             config = (
-                self._start() or (self._pair(_WORTH) if self._turn else None) or self._sampled()
+                self._start()
+                or (self._pair(_WORTH) if self._turn else None)
+                or self._off_axes()
+                or self._sampled()
             )
         if config is not None:
             self._seen.add(config)
@@ -150,9 +153,16 @@ class Search:
         self._study.tell(trial, state=TrialState.FAIL)
         return self._neighbour() or self._in_order()
 
-    def _neighbour(self) -> KernelConfig | None:
+    def _off_axes(self) -> KernelConfig | None:
+        """A neighbour of the best config, if that lies where the sampler does not look."""
+        best = min(self._times, key=self._times.__getitem__, default=None)
+        if best is None or encode(best, self._space) is not None:
+            return None
+        return self._neighbour(1)
+
+    def _neighbour(self, nearest: int = _NEAREST) -> KernelConfig | None:
         """The most promising unseen neighbour of the best config that has one."""
-        best = sorted(self._times, key=self._times.__getitem__)[:_NEAREST]
+        best = sorted(self._times, key=self._times.__getitem__)[:nearest]
         for config in best:
             near = [
                 c

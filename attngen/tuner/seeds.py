@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from attngen import config as configs
+from attngen import lowering
 from attngen.config import KernelConfig, infeasible
 from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
@@ -44,7 +45,7 @@ def stored_configs(
         *_configs(bucket, [t for t in store.top(key, workload=sizes) if t.workload != sizes]),
         *_configs(bucket, store.top_of_other_versions(key, workload=sizes)),
     ]
-    return [config for config in dict.fromkeys(found) if not infeasible(spec, config, gpu)]
+    return [config for config in dict.fromkeys(found) if _may_serve(spec, config, gpu)]
 
 
 def best_configs(
@@ -59,7 +60,11 @@ def best_configs(
     top = store.top(key, workload=str(workload))
     top = top or store.top_of_other_versions(key, workload=str(workload))
     found = [*_configs(bucket, top), *stored_configs(store, spec, key, bucket, gpu, workload)]
-    return [c for c in dict.fromkeys(found) if not infeasible(spec, c, gpu)][:MAX_REVALIDATED]
+    return [c for c in dict.fromkeys(found) if _may_serve(spec, c, gpu)][:MAX_REVALIDATED]
+
+
+def _may_serve(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> bool:
+    return not (infeasible(spec, config, gpu) or lowering.refusal(config))
 
 
 def _configs(bucket: Bucket, trials: list[Trial]) -> list[KernelConfig]:

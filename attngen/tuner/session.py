@@ -16,11 +16,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from attngen import config as configs
-from attngen.config import KernelConfig, default_config
+from attngen import lowering
+from attngen.config import KernelConfig
 from attngen.errors import NoFeasibleConfigError
 from attngen.gpu import GpuInfo
 from attngen.records import Record, RecordKey
-from attngen.search_space import axes, candidates, model_order
+from attngen.search_space import MODEL_SEEDS, axes, search_order, search_starts
 from attngen.spec import AttentionSpec
 from attngen.store import Outcome, Store, Trial
 from attngen.timing import HOPELESS, slowed_down
@@ -32,7 +33,6 @@ from attngen.tuner.static_check import Compiled, objection
 from attngen.tuner.timing_client import GPU_MEMORY, TrialFailedError
 from attngen.workload import Bucket, Workload
 
-MODEL_SEEDS = 20
 PATIENCE = 40
 """Measurements without a gain after which the search ends."""
 INTERRUPTED = "interrupted"
@@ -66,7 +66,7 @@ class Job:
     def default(self) -> KernelConfig | None:
         """What runs untuned; None if nothing on its list fits."""
         try:
-            return default_config(self.spec, self.bucket, self.gpu)
+            return lowering.default(self.spec, self.bucket, self.gpu)
         except NoFeasibleConfigError:
             return None
 
@@ -103,12 +103,10 @@ class Session:
             known = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
             first = [self._default, *known] if self._default is not None else known
             return Search(direction, first, space, first, seed=job.seed, exhaustive=True)
-        order = model_order(
-            job.spec, job.bucket, job.gpu, candidates(job.spec, job.bucket, job.gpu)
-        )
+        order = search_order(job.spec, job.bucket, job.gpu)
         starts = [] if self._default is None else [self._default]
         starts += stored_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
-        starts += order[:MODEL_SEEDS]
+        starts += search_starts(job.spec, job.bucket, job.gpu, order)
         return Search(direction, order, space, starts, seed=job.seed, exhaustive=job.exhaustive)
 
     def run(self) -> TuneReport:
@@ -202,14 +200,17 @@ class Session:
         self._store.finish_trial(self._job.key, config, "skipped", reason=INTERRUPTED)
 
     def _next_compiled(self) -> Compiled | None:
-        """A compiled config, of several the one that spills least; None when time is up."""
-        futures = [future for _, future in self._pending]
-        left = self._job.budget - self._elapsed()
-        patience = None if not self._times else min(max(left, 0.0), threading.TIMEOUT_MAX)
-        wait(futures, timeout=patience, return_when=FIRST_COMPLETED)
+        """A compiled config, of several the one that spills least; None when time is up. The
+        default is waited for at any rate: what is chosen must have been compared with it."""
+        futures = {config: future for config, future in self._pending}
+        left = max(self._job.budget - self._elapsed(), 0.0)
+        patience = None if not self._times else min(left, threading.TIMEOUT_MAX)
+        wait(futures.values(), timeout=patience, return_when=FIRST_COMPLETED)
+        if self._default in futures and self._elapsed() >= self._job.budget:
+            wait([futures[self._default]])
         ready = [(config, future) for config, future in self._pending if future.done()]
         if not ready:
-            for _, future in self._pending:
+            for future in futures.values():
                 future.cancel()
             return None
         best = min(ready, key=lambda pair: pair[1].result().stack_bytes)

@@ -12,6 +12,7 @@ from typing import Literal
 from attngen.config import KernelConfig, infeasible
 from attngen.gpu import GpuInfo
 from attngen.render import direction_of
+from attngen.search_space import kernel_parts
 from attngen.spec import AttentionSpec
 from attngen.workload import Workload
 
@@ -71,6 +72,18 @@ def objection(compiled: Compiled, gpu: GpuInfo) -> Objection | None:
     for facts in compiled.kernels:
         if found := kernel_objection(facts, gpu):
             return found
+    if compiled.config.lowering == "hopper":
+        return _serialised(compiled)
+    return None
+
+
+def _serialised(compiled: Compiled) -> Objection | None:
+    """The hopper lowering is written to keep several products in flight; where ptxas cannot, it is
+    slow."""
+    tuned = kernel_parts(compiled.config)
+    for facts in compiled.kernels:
+        if facts.serialised_wgmma and facts.kernel in tuned:
+            return _skip("serialised wgmma", facts, "waits for each product before the next")
     return None
 
 

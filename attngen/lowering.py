@@ -1,0 +1,101 @@
+"""Which lowering may serve: the portable one everywhere, `hopper` where it is better, or the one
+that ATTNGEN_LOWERING names.
+
+Imports neither torch nor triton.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from attngen import hopper, hopper_space
+from attngen.config import KernelConfig, default_config, with_tiles
+from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.gpu import GpuInfo
+from attngen.spec import AttentionSpec
+from attngen.workload import Bucket
+
+SWITCH = "ATTNGEN_LOWERING"
+Lowering = Literal["hopper", "triton"]
+
+
+def forced() -> Lowering | None:
+    """The lowering that ATTNGEN_LOWERING asks for; None if it is unset or empty.
+
+    Raises:
+        SpecError: it names none.
+    """
+    match os.environ.get(SWITCH, ""):
+        case "":
+            return None
+        case "hopper":
+            return "hopper"
+        case "triton":
+            return "triton"
+        case other:
+            raise SpecError(
+                f"{SWITCH} must be hopper or triton, got {other!r}; unset it to have the better one"
+            )
+
+
+def required(spec: AttentionSpec, gpu: GpuInfo) -> Lowering | None:
+    """The same, once it is known to serve the spec.
+
+    Raises:
+        UnsupportedSpecError: ATTNGEN_LOWERING=hopper, which cannot; lists every reason.
+    """
+    lowering = forced()
+    if lowering == "hopper" and (why := hopper.unserved(spec, gpu)):
+        raise UnsupportedSpecError([*why, f"set {SWITCH}=triton, or unset it"])
+    return lowering
+
+
+def refusal(config: KernelConfig) -> list[str]:
+    """Why ATTNGEN_LOWERING excludes a config; empty if it does not."""
+    lowering = forced()
+    return [f"{SWITCH}={lowering}"] if lowering not in (None, config.lowering) else []
+
+
+def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
+    """What runs if nothing was measured: the hopper lowering's best guess where it serves.
+
+    Raises:
+        UnsupportedSpecError: as `required`.
+        NoFeasibleConfigError: nothing fits.
+    """
+    wanted = required(spec, gpu)
+    if wanted == "hopper":
+        return hopper_space.default(spec, bucket, gpu)
+    if wanted is None and (guesses := hopper_space.candidates(spec, bucket, gpu)):
+        return guesses[0]
+    return default_config(spec, bucket, gpu)
+
+
+def by_pointer(
+    spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo
+) -> KernelConfig:
+    """What serves tensors that the config cannot address: the same with pointers, or for the
+    hopper lowering the portable default with pointers."""
+    if isinstance(config, hopper.HopperConfig):
+        config = default_config(spec, bucket, gpu)
+    return with_tiles(config, "pointer")
+
+
+def notes(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo) -> list[str]:
+    """Readable lines: which lowering serves, and why not the other."""
+    lowering = forced()
+    if lowering is not None:
+        return [f"lowering={lowering}, because {SWITCH} says so"]
+    if config.lowering == "hopper":
+        instead = by_pointer(spec, config, bucket, gpu)
+        return [
+            "tensors that TMA cannot address, and a first call of its sizes while a CUDA graph is "
+            f"captured, are served by {instead.key}"
+        ]
+    if gpu.arch != hopper.ARCH:
+        return []
+    why = hopper.unserved(spec, gpu)
+    if not why:
+        why = ["lowering=hopper may serve here too; `attngen tune` compares the two"]
+    return why
