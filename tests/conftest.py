@@ -45,6 +45,13 @@ def own_files(session_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """No test touches the user's cache or database."""
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(session_cache))
     monkeypatch.setenv("ATTNGEN_DB", str(tmp_path / "user.db"))
+    monkeypatch.delenv("ATTNGEN_LOWERING", raising=False)
+
+
+@pytest.fixture
+def portable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The portable lowering alone, here and in child processes."""
+    monkeypatch.setenv("ATTNGEN_LOWERING", "triton")
 
 
 @pytest.fixture(autouse=True)

@@ -145,6 +145,16 @@ def stored(path: Path, *records: Any) -> Path:
             ("dq=atomic", "leave out dq_block_m"),
             id="config-unused",
         ),
+        pytest.param(
+            "emit head_dim=64 --gpu nvidia_a100 --config lowering=hopper,overlap=yes",
+            ("overlap must be true or false", "'yes'"),
+            id="config-bool",
+        ),
+        pytest.param(
+            "emit head_dim=64 --gpu nvidia_a100 --config lowering=hopper",
+            ("lowering=hopper needs sm_90, nvidia_a100 is sm_80",),
+            id="config-hopper",
+        ),
         *(
             pytest.param(
                 f"emit head_dim=64 --config {FWD.replace(old, new)}", words, id=f"config-{new}"

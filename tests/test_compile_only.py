@@ -14,10 +14,12 @@ import pytest
 from support import REPO, python
 
 from attngen import gpu as gpus
+from attngen import hopper, hopper_space
 from attngen.records import Record, shipped
 from attngen.render import structural_variants
 from attngen.spec import AttentionSpec
-from attngen.workload import DIRECTIONS, Bucket
+from attngen.versions import triton_minor
+from attngen.workload import DIRECTIONS, Bucket, Direction, Workload, spec_bucket
 
 CHILD = """
 import json, sys
@@ -86,6 +88,63 @@ def test_every_text_compiles(
     _assert_compiled(lines, compile_all(capability, lines))
 
 
+needs_checked_triton = pytest.mark.skipif(
+    triton_minor() not in hopper.CHECKED_TRITON, reason="the hopper lowering is for Triton 3.6"
+)
+
+
+def _assert_hopper_compiles(fields: dict[str, Any]) -> None:
+    spec = AttentionSpec(**{"head_dim": 128, **fields})
+    lines = [
+        {
+            "spec": spec.key,
+            "direction": direction,
+            "config": starts[-1].as_dict(),
+            "workload": "1,8,2,2048,2048",
+        }
+        for direction in DIRECTIONS
+        for dq in ("atomic", "kernel")
+        if (starts := _starts(spec, direction, dq))
+    ]
+    found = compile_all(90, lines)
+    _assert_compiled(lines, found)
+    for line, facts in zip(lines, found, strict=True):
+        slow = [k for k in facts["kernels"] if k["serialised_wgmma"]]
+        assert all(k["kernel"].endswith("_again") for k in slow), (line, slow)
+
+
+def _starts(spec: AttentionSpec, direction: Direction, dq: str) -> list[hopper.HopperConfig]:
+    """The good configs; of a backward, those with this way to dq."""
+    at = spec_bucket(direction, spec, Workload(1, 8, 2, 2048, 2048))
+    starts = hopper_space.starts(spec, at, gpus.by_name("nvidia_h200"))
+    if direction == "fwd":
+        return starts if dq == "kernel" else []
+    return [config for config in starts if getattr(config, "dq", None) == dq]
+
+
+@needs_checked_triton
+def test_hopper_lowering_compiles() -> None:
+    _assert_hopper_compiles({"causal": True})
+
+
+@needs_checked_triton
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"head_dim": 64},
+        {"head_dim": 64, "causal": True, "softcap": 30.0, "dtype": "float16"},
+        {"head_dim": 96, "causal": True, "window": (511, 0)},
+        {"window": (63, 31), "softcap": 30.0},
+        {"head_dim": 192, "head_dim_v": 128, "causal": True},
+        {"head_dim": 256, "causal": True, "window": (511, 0)},
+    ],
+    ids=str,
+)
+def test_every_hopper_kernel_compiles(fields: dict[str, Any]) -> None:
+    _assert_hopper_compiles(fields)
+
+
 def _git(*arguments: str) -> str:
     done = subprocess.run(["git", *arguments], cwd=REPO, capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else ""
@@ -114,7 +173,7 @@ def test_every_shipped_record_compiles_for_its_gpu() -> None:
 
 def _compile_records(records: Iterable[Record]) -> None:
     groups: dict[int, list[dict[str, Any]]] = {}
-    for record in records:
+    for record in {(r.key.text_key, r.kernel_config): r for r in records}.values():
         gpu, at = gpus.by_name(record.provenance.gpu), Bucket.parse(record.key.bucket)
         group = at.group_size or 1  # sizes are 0 in a batch-invariant bucket
         heads = max(at.batch_heads, group) // group * group

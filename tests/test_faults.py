@@ -27,6 +27,8 @@ from attngen.search_space import candidates, model_order
 from attngen.store import Store, Trial
 from attngen.tuner import compile_pool, timing_client, tune
 
+pytestmark = pytest.mark.usefixtures("portable")  # the faults are planned for its configs
+
 COUNT = 60
 LEFT_BEHIND_S = 10.0
 

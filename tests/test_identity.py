@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from samples import MEASURED
 
-from attngen import render
-from attngen.config import infeasible
+from attngen import hopper, render
+from attngen.config import KernelConfig, infeasible
 from attngen.gpu import GpuInfo, by_name
 from attngen.identity import record_key, stale_in
 from attngen.spec import AttentionSpec
@@ -52,9 +52,15 @@ def sources(spec: AttentionSpec, direction: Direction) -> set[tuple[str, str]]:
             spec.dtype,
             render.render(spec.text, config).partition("\ndef reference(")[0].split('"""', 2)[2],
         )
-        for config in render.structural_variants(direction)
-        if not infeasible(spec, config, H200)
+        for config in _variants(spec, direction)
     }
+
+
+def _variants(spec: AttentionSpec, direction: Direction) -> list[KernelConfig]:
+    portable = render.structural_variants(direction)
+    found = [config for config in portable if not infeasible(spec, config, H200)]
+    served = not hopper.unserved(spec, H200)
+    return found + (render.hopper_variants(spec, direction) if served else [])
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -98,7 +104,7 @@ def test_template_hash_changes_iff_a_kernel_does(
     old: str, new: str, same: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = render.render
-    before = render.template_hash(BASE, "fwd")
+    before = render.template_hash(BASE, "fwd", "sm_90")
 
     def mutated(spec: AttentionSpec, config: object) -> str:
         text = write(spec, config)  # type: ignore[arg-type]
@@ -108,7 +114,7 @@ def test_template_hash_changes_iff_a_kernel_does(
     monkeypatch.setattr(render, "render", mutated)
     render.template_hash.cache_clear()
     try:
-        assert (render.template_hash(BASE, "fwd") == before) == same
+        assert (render.template_hash(BASE, "fwd", "sm_90") == before) == same
     finally:
         monkeypatch.undo()
         render.template_hash.cache_clear()

@@ -16,6 +16,7 @@ class Recorder:
     """Stands in for a compiled Triton kernel and for the function that compiles it."""
 
     function = packed_metadata = None
+    __name__ = "kernel"
 
     def __init__(self, *names: str) -> None:
         self.params = [SimpleNamespace(name=name) for name in names]
@@ -32,6 +33,7 @@ class Recorder:
 @pytest.fixture(autouse=True)
 def _no_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
 
 
@@ -67,6 +69,42 @@ def test_bound_launches_hold_no_tensor() -> None:
     for each in held._launches:
         assert not any(isinstance(x, torch.Tensor) for x in each.arguments)
         assert all(like.base is None for _, _, like in each.descriptors)
+
+
+def test_what_plan_made_itself_stays() -> None:
+    """A table of work is the same for every call of a layout."""
+    kernel = Recorder("x", "table", "rows", "BLOCK")
+    first, other = (torch.empty(3, 4),), (torch.empty(3, 4),)
+    table = torch.arange(4)
+    rows = TensorDescriptor(table, [4], [1], [4])
+    made = [(kernel, (1, 1, 1), (first[0], table, rows), {"BLOCK": 16})]
+    launcher.bind(made, first)(other)
+    (run,) = kernel.runs
+    assert run == (other[0].data_ptr(), table, rows, 16)
+
+
+def test_what_a_graph_captured_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.Tensor] = []
+    monkeypatch.setattr(launcher, "_IN_GRAPHS", kept)
+    x, table = (torch.empty(3, 4),), torch.arange(4)
+    bound = launcher.bind([(Recorder("x", "table"), (1, 1, 1), (x[0], table), {})], x)
+    bound(x)
+    assert not kept
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    bound(x)
+    assert len(kept) == 1 and kept[0] is table
+
+
+@pytest.mark.parametrize("as_descriptor", [False, True])
+def test_a_view_of_a_calls_tensor_is_refused(as_descriptor: bool) -> None:
+    """It would point at the first call's memory for ever."""
+    x = torch.empty(3, 4)
+    view: Any = x[1:]
+    if as_descriptor:
+        view = TensorDescriptor(view, [2, 4], [4, 1], [1, 4])
+    kernel = Recorder("x")
+    with pytest.raises(ValueError, match="a view of one of its tensors"):
+        launcher.bind([(kernel, (1, 1, 1), (view,), {})], (x,))
 
 
 def test_a_profiler_sees_ordinary_launches(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,15 +6,24 @@ import ast
 import itertools
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from test_spec import BASE, CHANGES
 
+from attngen import hopper
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
+from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.kernel import file_name
-from attngen.render import direction_of, render, structural_variants, template_hash
+from attngen.render import (
+    direction_of,
+    hopper_variants,
+    render,
+    structural_variants,
+    template_hash,
+)
 from attngen.spec import AttentionSpec
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -38,6 +47,9 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "bwd_base": ({}, BWD),
     "bwd_atomic": ({}, BWD_ATOMIC),
     "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
+    "fwd_hopper": ({"causal": True}, HopperFwdConfig(turns=True, q_buffers=2)),
+    "bwd_hopper_atomic": ({"causal": True}, HopperBwdConfig(dq="atomic")),
+    "bwd_hopper_kernel": ({"head_dim": 256}, HopperBwdConfig(dq_v_stages=1)),
 }
 
 
@@ -74,15 +86,35 @@ MATRIX = [
 ]  # fmt: skip
 
 
+HOPPER_MATRIX = [
+    AttentionSpec(**dims, **mask, **cap)
+    for dims, mask, cap in itertools.product(
+        ({"head_dim": 64}, {"head_dim": 96}, {"head_dim": 128}, {"head_dim": 256},
+         {"head_dim": 192, "head_dim_v": 128}),
+        ({}, {"causal": True}, {"causal": True, "window": (7, 0)}, {"window": (None, 7)},
+         {"window": (7, 7)}),
+        ({}, {"softcap": 9.0}),
+    )
+]  # fmt: skip
+
+
+def _every_text() -> Iterator[tuple[AttentionSpec, KernelConfig]]:
+    for spec in MATRIX:
+        for config in (*structural_variants("fwd"), *structural_variants("bwd")):
+            yield spec, config
+    for spec in HOPPER_MATRIX:
+        for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
+            yield spec, config
+
+
 def test_every_spec_renders_parses_and_is_formatted(tmp_path: Path) -> None:
     """One ruff call for the whole matrix."""
-    for number, spec in enumerate(MATRIX):
-        for config in (*structural_variants("fwd"), *structural_variants("bwd")):
-            text = render(spec, config)
-            ast.parse(text)
-            assert "\t" not in text and not any(line.endswith(" ") for line in text.split("\n"))
-            name = file_name(spec, direction_of(config), text)
-            (tmp_path / f"{number}_{name}").write_text(text)
+    for number, (spec, config) in enumerate(_every_text()):
+        text = render(spec, config)
+        ast.parse(text)
+        assert "\t" not in text and not any(line.endswith(" ") for line in text.split("\n"))
+        name = file_name(spec, direction_of(config), text)
+        (tmp_path / f"{number}_{name}").write_text(text)
     ruff = [sys.executable, "-m", "ruff"]
     settings = ["--isolated", "--line-length", "100", "--target-version", "py310"]
     found = subprocess.run(
@@ -107,9 +139,13 @@ def test_text_changes_only_with_the_text_key(
     """What `text_key` forgets must not reach the text; what it holds must be in the header. (The
     kernels alone, which the template hash stands for: test_identity.)"""
     base, changed = AttentionSpec(**BASE), AttentionSpec(**{**BASE, field: value})
-    same = template_hash(base.text, direction) == template_hash(changed.text, direction)
-    assert same or seen
-    for config in structural_variants(direction):
+    for arch in ("sm_80", "sm_90"):
+        hashes = [template_hash(spec.text, direction, arch) for spec in (base, changed)]
+        assert hashes[0] == hashes[1] or seen
+    variants = structural_variants(direction)
+    if not (hopper.unserved_anywhere(base) or hopper.unserved_anywhere(changed)):
+        variants += hopper_variants(changed, direction)
+    for config in variants:
         assert (render(base, config) == render(changed, config)) is not seen
 
 
@@ -147,7 +183,7 @@ def test_emitted_file_imports_torch_and_triton_only() -> None:
             for node in ast.walk(ast.parse(_named(name)))
             if isinstance(node, (ast.Import, ast.ImportFrom))
         }
-        assert modules <= {"torch", "triton"}, name
+        assert modules <= {"torch", "triton", "functools", "heapq"}, name
 
 
 def test_header_says_how_to_make_the_file_again() -> None:

@@ -29,6 +29,8 @@ from attngen.tuner.shared_session import SharedSession
 from attngen.tuner.shared_study import SharedStudy
 from attngen.tuner.storage import opened
 
+pytestmark = pytest.mark.usefixtures("portable")  # a dozen trials must reach the best
+
 
 @pytest.fixture
 def url(tmp_path):

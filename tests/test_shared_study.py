@@ -29,6 +29,8 @@ from attngen.tuner import compile_pool, shared_study, timing_client, tune
 from attngen.tuner.shared_study import Claim, SharedStudy
 from attngen.tuner.storage import hidden, opened
 
+pytestmark = pytest.mark.usefixtures("portable")  # the faults are planned for its configs
+
 COUNT = 60
 AHEAD = 5
 """Configs that a worker may have claimed at a time: two a compiler child, one being timed."""

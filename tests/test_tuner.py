@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from attngen.config import FwdConfig, KernelConfig
+from attngen.config import FwdConfig, KernelConfig, default_config
 from attngen.errors import NoFeasibleConfigError, SpecError, TuningError
 from attngen.gpu import by_name
 from attngen.identity import record_key
@@ -25,6 +25,8 @@ from attngen.tuner.static_check import Compiled, KernelFacts, objection
 from attngen.tuner.timing_client import Measured, TrialFailedError
 from attngen.workload import Workload, spec_bucket
 
+pytestmark = pytest.mark.usefixtures("portable")  # its fake timer knows the portable configs
+
 GPU = by_name("nvidia_h200")
 SPEC = AttentionSpec(head_dim=128, causal=True)
 WORKLOAD = Workload(4, 32, 8, 4096, 4096)
@@ -37,7 +39,7 @@ def job(direction="fwd", **how) -> Job:
     return Job(SPEC, WORKLOAD, bucket, GPU, record_key(SPEC, bucket, GPU), **how)
 
 
-DEFAULT = job().default()
+DEFAULT = default_config(SPEC, job().bucket, GPU)
 BEST = FwdConfig(block_m=128, block_n=128, num_warps=8, num_stages=2)
 
 
