@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import zlib
 from collections import Counter
 from concurrent.futures import Future
@@ -125,6 +126,27 @@ def fails(status, kind, *configs, action="measure"):
 
 def statuses(store) -> dict[str, str]:
     return {trial.config_key: trial.status for trial in store.trials(job().key)}
+
+
+class LateDefault(FakeCompiler):
+    """Takes longer over the default than the budget lasts."""
+
+    jobs = 4
+
+    def submit(self, config: KernelConfig) -> Future[Compiled]:
+        done = super().submit(config)
+        if config != DEFAULT:
+            return done
+        late: Future[Compiled] = Future()
+        threading.Timer(0.4, late.set_result, [done.result()]).start()
+        return late
+
+
+def test_the_default_is_compared_however_short_the_budget(store):
+    timer = FakeTimer()
+    report, _ = run(store, timer, LateDefault(), job(budget=0.05))
+    assert DEFAULT in timer.compared
+    assert report.record is not None and report.record.default_us == 100.0
 
 
 def test_winner_is_stored_with_its_evidence(store):
