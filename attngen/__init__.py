@@ -29,6 +29,7 @@ _HOME = {
     "reload": "attngen.api",
     "merge": "attngen.merge",
     "dropout_keep": "attngen.dropout",
+    "quantize": "attngen.fp8",
     "sync_configs": "attngen.sync",
     "tune": "attngen.tuner",
 }
@@ -50,6 +51,7 @@ __all__ = [
     "compile",
     "dropout_keep",
     "merge",
+    "quantize",
     "reload",
     "sdpa",
     "sync_configs",
@@ -69,7 +71,9 @@ if TYPE_CHECKING:
         TuningError,
         UnsupportedSpecError,
     )
+    from attngen.fp8 import quantize
     from attngen.gpu import GpuInfo
+    from attngen.merge import merge
     from attngen.spec import AttentionSpec
     from attngen.sync import sync_configs
     from attngen.tuner import tune

@@ -16,12 +16,14 @@ from attngen.checks import (
     check_call,
     check_kinds,
     check_results,
+    check_scale,
     check_seed,
     check_shard,
     check_tensors,
     compute_dtype,
     heads_first,
     refuse_tensors,
+    scale_kind,
 )
 from attngen.dropout import seed_tensor
 from attngen.errors import SpecError
@@ -98,6 +100,9 @@ class Attention:
         return_aux: tuple[str, ...] = (),
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
+        q_descale: Tensor | None = None,
+        k_descale: Tensor | None = None,
+        v_descale: Tensor | None = None,
         q_start: int = 0,
         q_step: int = 1,
         k_start: int = 0,
@@ -124,6 +129,9 @@ class Attention:
             dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
                 torch's generator if None. Hand one in where a recomputed forward must see the same
                 mask without torch's RNG state (checkpoint with preserve_rng_state=False).
+            q_descale, k_descale, v_descale: the scales of FP8 inputs, positive float32, as
+                `attngen.quantize` gives them: () for fp8_scale "tensor", (batch, num_heads_kv) for
+                "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block".
             q_start, q_step, k_start, k_step: where this call's rows stand in the whole sequence
                 (shards): row i is row start + i * step.
             seqlen_q_total, seqlen_k_total: lengths of the whole sequences, which bottom-right
@@ -133,8 +141,9 @@ class Attention:
             partial: return out in float32, for `merge`.
 
         Returns:
-            out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype and layout; (out, lse) or
-            (out, aux) on request. A query that sees no key has out 0 and lse -inf.
+            out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype (bfloat16 for FP8) and
+            layout; (out, lse) or (out, aux) on request. A query that sees no key has out 0 and lse
+            -inf.
 
         Raises:
             SpecError: an argument, shape or device does not fit the spec.
@@ -155,6 +164,9 @@ class Attention:
         if spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
+        descales = (q_descale, k_descale, v_descale)
+        if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
+            check_scale(spec, descales)
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
@@ -169,6 +181,7 @@ class Attention:
             softcap=spec.softcap,
             dropout_p=p,
             dropout_seed=dropout_seed,
+            descales=descales if spec.is_fp8 else (),
             shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
             starts=(batch_start, head_start),
             partial=partial,
@@ -213,6 +226,9 @@ def attention(
     softcap: float | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     layout: str = "bhsd",
     precision: str = "ieee",
     deterministic: bool | None = None,
@@ -233,7 +249,8 @@ def attention(
     """Attention as a function: derives the spec from the tensors and the options, and caches it.
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
-    autocast, q, k and v are cast to its dtype.
+    autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
+    the spec's fp8_scale is.
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -249,6 +266,8 @@ def attention(
         q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
     check_call(q, k, v, None, None, name)
+    descales = (q_descale, k_descale, v_descale)
+    fp8_scale = scale_kind(name, descales)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
     if deterministic is None:
@@ -272,6 +291,7 @@ def attention(
         precision,
         deterministic,
         batch_invariant,
+        fp8_scale,
     )
     out, lse = _run(
         key,
@@ -284,6 +304,7 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
+        descales=descales if fp8_scale else (),
         shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
         starts=(batch_start, head_start),
         partial=partial,
@@ -381,6 +402,7 @@ def _cached_text_key(
     precision: str,
     deterministic: bool,
     batch_invariant: bool,
+    fp8_scale: str | None,
 ) -> str:
     """The text key of a functional call; validates what the spec validates."""
     spec = AttentionSpec(
@@ -395,6 +417,7 @@ def _cached_text_key(
         precision=precision,
         deterministic=deterministic,
         batch_invariant=batch_invariant,
+        fp8_scale=fp8_scale,
     )
     return spec.text_key
 
@@ -411,6 +434,7 @@ def _run(
     softcap: float | None,
     dropout_p: float,
     dropout_seed: int | Tensor | None,
+    descales: tuple[Tensor | None, ...],
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -422,7 +446,7 @@ def _run(
     if partial is not False:
         partial = flag("partial", partial)
     if softmax_scale <= 0:  # kernels take a positive scale: the sign, or zero, moves into q
-        q, softmax_scale = (-q, -softmax_scale) if softmax_scale < 0 else (q * 0, 1.0)
+        q, softmax_scale = _scaled(q, softmax_scale)
     left, right = window if window is not None else (None, None)
     is_causal = causal is not False
     has_dropout = dropout_p > 0
@@ -454,6 +478,7 @@ def _run(
         scalars.append(float(dropout_p))
         ints += starts
         extra.append(_seed(dropout_seed, q))
+    extra += descales
     if compiling:
         out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)
         return out, lse
@@ -463,6 +488,13 @@ def _run(
         check_kinds({"q": q, "k": k, "v": v})
         raise
     return out, lse
+
+
+def _scaled(q: Tensor, softmax_scale: float) -> tuple[Tensor, float]:
+    """q with the sign of a negative scale, or zero, and the scale without."""
+    wide = q.bfloat16() if q.element_size() == 1 else q  # torch has no arithmetic of FP8
+    wide, softmax_scale = (-wide, -softmax_scale) if softmax_scale < 0 else (wide * 0, 1.0)
+    return wide.to(q.dtype), softmax_scale
 
 
 def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from attngen import interpreter
-from attngen.checks import check_tensors
+from attngen.checks import check_descales, check_tensors
 from attngen.errors import DtypeError, SpecError
+from attngen.fp8 import spread
 from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
 from attngen.resolve import device_index_of, on_reset, resolve
-from attngen.spec import AttentionSpec
+from attngen.spec import DESCALES, AttentionSpec
 from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket
 
@@ -85,16 +86,16 @@ def forward(
 ) -> list[Tensor]:
     """[out, lse] of `attngen::fwd`."""
     inputs: Tensors = (q, k, v)
-    call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
+    call = _CALLS.get(_layout(text_key, (*inputs, *extra), scalars, ints))
     if call is None or _is_off(*inputs, *extra):
-        _check(text_key, q, k, v)
+        spec = _check(text_key, q, k, v, extra)
         batch, heads, seqlen_q, _ = q.shape
-        out = _bshd(q, v.shape[3], torch.float32 if ints[0] else q.dtype)
+        out = _bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
         lse = _float32(batch, heads, seqlen_q)
         if q.numel() == 0 or v.numel() == 0:
             return [out.make(q).zero_(), lse.make(q).fill_(float("-inf"))]
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
-        extra = [None if x is None else on_16_bytes(x) for x in extra]
+        extra = [None if x is None else on_16_bytes(x.contiguous()) for x in extra]
         call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, [out, lse])
     return _launch(call, inputs, extra)
 
@@ -113,10 +114,12 @@ def backward(
     ints: Sequence[int],
 ) -> list[Tensor]:
     """[dq, dk, dv] of `attngen::bwd`."""
+    if parsed(text_key).is_fp8:
+        return _dequantized_backward(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints)
     inputs: Tensors = (q, k, v, out, lse, dout, dlse)
-    call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
+    call = _CALLS.get(_layout(text_key, (*inputs, *extra), scalars, ints))
     if call is None or _is_off(*inputs, *extra):
-        _check(text_key, q, k, v)
+        _check(text_key, q, k, v, extra)
         results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
         if q.numel() == 0 or v.numel() == 0:
             return [each.make(q).zero_() for each in results]
@@ -130,6 +133,33 @@ def backward(
         tiles = (q, k, v, dout)
         call = _settled("bwd", text_key, inputs, tiles, extra, scalars, ints, results)
     return _launch(call, inputs, extra)[:3]
+
+
+def _dequantized_backward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> list[Tensor]:
+    """The same for FP8 inputs, in bfloat16: a gradient of x * descale, times descale."""
+    spec = _check(text_key, q, k, v, extra)
+    wide = spec.dequantized
+    scales = [
+        spread(descale, x)
+        for descale, x in zip(extra[-len(DESCALES) :], (q, k, v), strict=True)
+        if descale is not None
+    ]
+    operands = [(x.float() * scale).bfloat16() for x, scale in zip((q, k, v), scales, strict=True)]
+    rest = extra[: -len(DESCALES)]
+    grads = backward(wide.text_key, *operands, out, lse, dout, dlse, rest, scalars, ints)
+    return [grad.mul_(scale) for grad, scale in zip(grads, scales, strict=True)]
 
 
 def _layout(
@@ -175,7 +205,7 @@ def _settled(
     results: list[_Memory],
 ) -> _Call:
     """The call of a layout that kernels can take; `tiles` are what descriptors must address."""
-    at = _layout(text_key, inputs, scalars, ints)
+    at = _layout(text_key, (*inputs, *extra), scalars, ints)
     call = _CALLS.get(at)
     if call is not None:
         return call
@@ -204,7 +234,8 @@ def _settled(
             memory.append(_float32(batch, heads, seqlen_q, dim))
     numbers = _numbers(spec, named, seqlen_q, k.shape[2])
     numbers |= zip(spec.scalar_args, scalars, strict=True)
-    run = kernel.prepared(numbers, keywords=("seed",) if extra else ())
+    keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args)
+    run = kernel.prepared(numbers, keywords)
     call = _Call(run, device, memory)
     if not captured:
         _remember(at, call, resets)
@@ -247,8 +278,10 @@ def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> lis
     return made
 
 
-def _check(text_key: str, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what a kernel must never see."""
+def _check(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor | None]
+) -> AttentionSpec:
+    """Refuse what a kernel must never see; the spec of the rest."""
     spec = parsed(text_key)
     check_tensors(q, k, v, spec.head_dim, spec.head_dim_v)
     wanted = getattr(torch, spec.dtype)
@@ -263,3 +296,6 @@ def _check(text_key: str, q: Tensor, k: Tensor, v: Tensor) -> None:
             "q is on the CPU but this machine has a GPU; move the tensors with .cuda(), or set "
             "ATTNGEN_INTERPRET=1 to run Triton's interpreter"
         )
+    if spec.fp8_scale is not None:
+        check_descales(spec.fp8_scale, q, k, extra[-len(DESCALES) :])
+    return spec

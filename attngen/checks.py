@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError, nearest
-from attngen.spec import FIELDS
+from attngen.spec import DESCALES, FIELDS, FP8_DTYPES, SCALE_ROWS, AttentionSpec
 from attngen.values import MAX_POSITION, flag, shown, whole
 
 # Tensor arguments whose spec field exists but whose kernels are not built yet.
@@ -30,9 +30,6 @@ _TENSOR_FIELD = {
     "doc_ids_k": "documents",
     "tree_mask": "tree_mask",
     "block_map": "block_map",
-    "q_descale": "fp8_scale",
-    "k_descale": "fp8_scale",
-    "v_descale": "fp8_scale",
     "aux_tensors": "score_mod or mask_mod",
 }
 
@@ -172,6 +169,78 @@ def check_seed(seed: Any, device: torch.device | None = None) -> int | Tensor:
     return seed
 
 
+def scale_kind(dtype: str, descales: tuple[Any, ...]) -> str | None:
+    """The fp8_scale that the descales of q, k and v make, None for a dtype that has none."""
+    if dtype not in FP8_DTYPES:
+        for name, descale in zip(DESCALES, descales, strict=True):
+            if descale is not None:
+                raise SpecError(
+                    f"{name} belongs to FP8 inputs, got {dtype} ones; leave it out, or make both "
+                    "with attngen.quantize"
+                )
+        return None
+    missing = [name for name, x in zip(DESCALES, descales, strict=True) if x is None]
+    if missing:
+        raise SpecError(
+            f"{dtype} inputs need q_descale, k_descale and v_descale, got no "
+            f"{' and no '.join(missing)}; attngen.quantize makes them"
+        )
+    check_kinds(dict(zip(DESCALES, descales, strict=True)))
+    dims = [x.dim() for x in descales]
+    kinds = {0: "tensor", 2: "head", 3: "block"}
+    if dims[0] not in kinds or dims != dims[:1] * 3:
+        raise SpecError(
+            "q_descale, k_descale and v_descale must be all of shape (), (batch, num_heads_kv) or "
+            "(batch, num_heads_kv, ceil(seqlen / 128)), got shapes "
+            f"{', '.join(str(tuple(x.shape)) for x in descales)}; attngen.quantize makes them"
+        )
+    return kinds[dims[0]]
+
+
+def check_scale(spec: AttentionSpec, descales: tuple[Any, ...]) -> None:
+    """Descales as the spec has them."""
+    scale = scale_kind(spec.dtype, descales)
+    if scale != spec.fp8_scale:
+        raise SpecError(
+            f"q_descale, k_descale and v_descale are those of fp8_scale={scale!r}, but the spec "
+            f"says {spec.fp8_scale!r}; compile a spec with fp8_scale={scale!r}, or quantise with "
+            f"scale={spec.fp8_scale!r}"
+        )
+
+
+def check_gradient_dtypes(*tensors: Tensor) -> None:
+    """Refuse FP8 tensors whose gradients autograd would round to FP8."""
+    for name, x in zip("qkv", tensors, strict=True):
+        if x.element_size() > 1 or not x.requires_grad:
+            continue
+        if not x.is_leaf or (x.grad_dtype is not None and x.grad_dtype.itemsize == 1):
+            raise SpecError(
+                f"{name} is {x.dtype} and requires grad, which autograd would round to {x.dtype}; "
+                f"make it a leaf and set {name}.grad_dtype = torch.bfloat16"
+            )
+
+
+def check_descales(scale: str, q: Tensor, k: Tensor, descales: Sequence[Tensor | None]) -> None:
+    """Shapes, dtypes and devices of the descales of q, k and v."""
+    lead = tuple(k.shape[:2])
+    for name, rows, x in zip(DESCALES, (q.shape[2], k.shape[2], k.shape[2]), descales, strict=True):
+        shapes = {"tensor": (), "head": lead, "block": (*lead, -(-rows // SCALE_ROWS))}
+        if x is None or tuple(x.shape) != shapes[scale]:
+            got = None if x is None else tuple(x.shape)
+            raise SpecError(
+                f"{name} must have shape {shapes[scale]} for fp8_scale={scale!r}, got {got}; "
+                "attngen.quantize makes it"
+            )
+        if x.dtype != torch.float32:
+            raise DtypeError(f"{name} must be float32, got {x.dtype}; cast it with .float()")
+        if x.device != q.device:
+            raise SpecError(
+                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
+            )
+        if x.requires_grad:
+            raise SpecError(f"{name} requires grad, but scales get none; pass {name}.detach()")
+
+
 def check_kinds(tensors: dict[str, Any]) -> None:
     """Dense torch tensors, by their names in the call."""
     for name, x in tensors.items():
@@ -212,8 +281,9 @@ def compute_dtype(q: Any) -> str:
 
 
 def is_cast(dtype: torch.dtype) -> bool:
-    """Does autocast cast tensors of this dtype? As torch does: not float64, and no integers."""
-    return dtype.is_floating_point and dtype != torch.float64
+    """Does autocast cast tensors of this dtype? Not float64 and no integers, as torch does, and no
+    FP8, whose values mean nothing without their scales."""
+    return dtype.is_floating_point and dtype.itemsize > 1 and dtype != torch.float64
 
 
 def _autocasts(q: Tensor) -> bool:
@@ -297,7 +367,7 @@ def check_tensors(
 
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str) -> None:
     """One dtype, the spec's; under autocast the op casts."""
-    if _autocasts(q):
+    if _autocasts(q) and dtype not in FP8_DTYPES and all(is_cast(x.dtype) for x in (q, k, v)):
         return
     wanted = getattr(torch, dtype, None)
     if q.dtype == wanted and k.dtype == wanted and v.dtype == wanted:

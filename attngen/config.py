@@ -14,16 +14,18 @@ from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
 from attngen import hopper
 from attngen.config_base import NamedFields
-from attngen.errors import NoFeasibleConfigError, SpecError, nearest
+from attngen.errors import NoFeasibleConfigError, SpecError, UnsupportedSpecError, nearest
 from attngen.gpu import GpuInfo
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperConfig, HopperFwdConfig
-from attngen.spec import AttentionSpec
+from attngen.spec import SCALE_ROWS, AttentionSpec
 from attngen.workload import Bucket, Direction
 
 Tiles = Literal["pointer", "descriptor"]
 MIN_BLOCK, MAX_BLOCK = 16, 1024  # Triton's largest tile holds MAX_BLOCK**2 numbers
 REGISTERS_PER_THREAD = 255
+E4M3_CAPABILITY = 89
+"""The compute capability from which on Triton converts float8_e4m3fn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,6 +218,16 @@ def footprints(spec: AttentionSpec, config: PortableConfig) -> list[Footprint]:
     return found
 
 
+def unserved(spec: AttentionSpec, gpu: GpuInfo) -> list[str]:
+    """Why no config serves a spec on a GPU; empty if one may."""
+    if spec.dtype == "float8_e4m3fn" and 0 < gpu.capability < E4M3_CAPABILITY:
+        return [
+            f"dtype=float8_e4m3fn needs sm_{E4M3_CAPABILITY} or later, {gpu.name} is {gpu.arch}; "
+            "use float8_e5m2 there"
+        ]
+    return []
+
+
 def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[str]:
     """Why a config cannot serve a spec on a GPU; empty if it can.
 
@@ -234,10 +246,17 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
             why.append(f"{name}={value} must be from 1 to 8")
     if why:
         return why
+    if spec.has_block_scales and isinstance(config, FwdConfig):
+        why += [
+            f"{name}={size} must be at most {SCALE_ROWS}: with fp8_scale=block a tile has one scale"
+            for name, size in (("block_m", config.block_m), ("block_n", config.block_n))
+            if size > SCALE_ROWS
+        ]
     if isinstance(config, BwdConfig) and config.dq == "atomic" and spec.deterministic:
         why.append("dq=atomic adds in no fixed order, and the spec asks for deterministic=true")
     if gpu.is_interpreter:
         return why
+    why += unserved(spec, gpu)
     if config.tiles == "descriptor" and not gpu.has_tma:
         why.append(f"tiles=descriptor needs sm_90 or later, {gpu.name} is {gpu.arch}")
     for need in footprints(spec, config):
@@ -265,8 +284,11 @@ def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Portabl
     """The config used when nothing was measured: the first feasible one of a short list.
 
     Raises:
+        UnsupportedSpecError: no config serves the spec on this GPU.
         NoFeasibleConfigError: none of the list fits; says why for each.
     """
+    if why := unserved(spec, gpu):
+        raise UnsupportedSpecError(why)
     refused = []
     for config in _defaults(spec, bucket, gpu):
         why = infeasible(spec, config, gpu)

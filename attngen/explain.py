@@ -116,9 +116,12 @@ def explain_workload(
     choices = []
     for direction in directions:
         at = spec_bucket(direction, spec, workload)
-        config, found, _ = find(spec.text, at, where)
-        notes = lowering.notes(spec.text, config, at, where)
-        choices.append(Choice(spec.text, at, where, config, found, tuple(notes)))
+        text = spec.served_as(direction).text
+        config, found, _ = find(text, at, where)
+        notes = lowering.notes(text, config, at, where)
+        if text.is_fp8 != spec.is_fp8:
+            notes.append("FP8 inputs are dequantised, and served as dtype=bfloat16")
+        choices.append(Choice(text, at, where, config, found, tuple(notes)))
     return Explanation(spec, workload, tuple(choices))
 
 

@@ -76,6 +76,12 @@ def _add_descriptor_atomics() -> None:
 _FLOATS = (triton.language.float16, triton.language.bfloat16, triton.language.float32)
 
 
+_FP8: dict[Any, torch.dtype] = {
+    triton.language.float8e4nv: torch.float8_e4m3fn,
+    triton.language.float8e5: torch.float8_e5m2,
+}
+
+
 def _float64(x: Any) -> np.ndarray:
     """The data of an operand, widened."""
     is_bits = x.dtype.scalar == triton.language.bfloat16
@@ -86,9 +92,10 @@ def _repair_products() -> None:
     """Give the interpreter bfloat16 products, rounding to nearest, and sums in one order.
 
     Triton 3.6 keeps bfloat16 as the bits of a uint16, multiplies those as integers, and truncates
-    when it narrows.
+    when it narrows. FP8 it keeps as bits too, and loses NaN, inf and ties when it converts them.
     """
     cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+    convert = InterpreterBuilder.create_fp_to_fp
     language = triton.language
 
     def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
@@ -97,6 +104,8 @@ def _repair_products() -> None:
             return TensorHandle(_widen(src.data), language.float32)
         if pair == (language.float32, language.bfloat16):
             return TensorHandle(_narrow(src.data), language.bfloat16)
+        if _FP8.keys() & pair:
+            return TensorHandle(_through_float32(src.data, *pair), pair[1])
         return cast(self, src, dst_type)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
@@ -107,7 +116,14 @@ def _repair_products() -> None:
         product = _float64(a) @ _float64(b) + d.data
         return TensorHandle(product.astype(d.data.dtype), d.dtype.scalar)
 
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding: Any) -> Any:
+        pair = src.dtype.scalar, dst_type.scalar
+        if _FP8.keys() & pair:
+            return TensorHandle(_through_float32(src.data, *pair), pair[1])
+        return convert(self, src, dst_type, rounding)
+
     InterpreterBuilder.cast_impl = cast_impl
+    InterpreterBuilder.create_fp_to_fp = create_fp_to_fp
     InterpreterBuilder.create_dot = create_dot
 
 
@@ -132,6 +148,22 @@ def _narrow(values: np.ndarray) -> np.ndarray:
     bits = np.ascontiguousarray(values).view(np.uint32)
     nearest = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return np.where(np.isnan(values), 0x7FC0, nearest).astype(np.uint16)
+
+
+def _through_float32(data: np.ndarray, source: Any, target: Any) -> np.ndarray:
+    """A conversion from or to FP8, which saturates, as the hardware's does."""
+    if source in _FP8:
+        bits = np.arange(256, dtype=np.uint8)
+        values = torch.from_numpy(bits).view(_FP8[source]).float().numpy()[data]
+    else:
+        values = _widen(data) if source == triton.language.bfloat16 else data.astype(np.float32)
+    if target in _FP8:
+        most = torch.finfo(_FP8[target]).max
+        narrow = torch.from_numpy(np.clip(values, -most, most)).to(_FP8[target])
+        return narrow.view(torch.uint8).numpy()
+    if target == triton.language.bfloat16:
+        return _narrow(values)
+    return values.astype({16: np.float16, 32: np.float32, 64: np.float64}[target.primitive_bitwidth])
 
 
 def _language_modules() -> list[ModuleType]:

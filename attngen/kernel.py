@@ -26,13 +26,14 @@ from attngen.workload import Direction
 
 def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
     """A readable name that ends in a hash of the text: `fwd__bfloat16_d128_causal__3f2a91c0.py`."""
-    text_spec = spec.text
+    text_spec = spec.served_as(direction).text
     dims = f"d{spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"v{spec.head_dim_v}"
     traits = [
         name
         for name, on in (
+            (f"{text_spec.fp8_scale}_scale", text_spec.is_fp8),
             ("causal", text_spec.is_causal),
             ("window", spec.has_window_left or spec.has_window_right),
             ("softcap", spec.has_softcap),
@@ -41,7 +42,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
         if on
     ]
     digest = hashlib.sha256(text.encode()).hexdigest()[:8]
-    return f"{direction}__{'_'.join([spec.dtype, dims, *traits])}__{digest}.py"
+    return f"{direction}__{'_'.join([text_spec.dtype, dims, *traits])}__{digest}.py"
 
 
 def emit(spec: AttentionSpec, config: KernelConfig, folder: Path | None = None) -> Path:

@@ -21,7 +21,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from attngen import calls, transforms
-from attngen.checks import is_cast
+from attngen.checks import check_gradient_dtypes, is_cast
 from attngen.errors import UnsupportedSpecError
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
@@ -47,15 +47,14 @@ def _fake_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> list[Tensor]:
     batch, heads, seqlen_q, _ = q.shape
-    dtype = torch.float32 if ints[0] else q.dtype
+    dtype = torch.float32 if ints[0] else getattr(torch, parsed(text_key).out_dtype)
     out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
     return [out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)]
 
 
 def _fake_backward(text_key: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    return [
-        empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], x.dtype) for x in (q, k, v)
-    ]
+    dtype = getattr(torch, parsed(text_key).out_dtype)
+    return [empty_bshd(x, *x.shape, dtype) for x in (q, k, v)]
 
 
 def forward(
@@ -76,6 +75,7 @@ def forward(
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     _refuse_unsupported_derivatives(q, k, v)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        check_gradient_dtypes(q, k, v)
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
 
@@ -195,6 +195,7 @@ def _autograd_forward(
     _refuse_unsupported_derivatives(q, k, v)
     direct = _is_plain(q, k, v)
     if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+        check_gradient_dtypes(q, k, v)
         function = AttngenDirect if direct else AttngenAttention
         return list(_apply(function, text_key, scalars, ints, q, k, v, *extra))
     if direct:
@@ -219,7 +220,8 @@ def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
     ) -> Any:
         wanted = getattr(torch, parsed(text_key).dtype)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            q, k, v = (x.to(wanted) if is_cast(x.dtype) else x for x in (q, k, v))
+            if is_cast(wanted):
+                q, k, v = (x.to(wanted) if is_cast(x.dtype) else x for x in (q, k, v))
             return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
 
     return cast_forward

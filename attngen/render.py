@@ -44,8 +44,8 @@ def direction_of(config: KernelConfig) -> Direction:
 
 def render(spec: AttentionSpec, config: KernelConfig) -> str:
     """The text of the kernel file of a spec and a config. Sees only `spec.text`."""
-    text = spec.text
     direction = direction_of(config)
+    text = spec.served_as(direction).text
     template = _environment().get_template(f"{direction}.{config.lowering}.py.jinja")
     return template.render(
         spec=text,
@@ -61,7 +61,8 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     dims = f"head_dim {spec.head_dim}"
     if spec.head_dim_v != spec.head_dim:
         dims += f"/{spec.head_dim_v}"
-    traits = [spec.dtype, dims]
+    dtype = f"{spec.dtype} by {spec.fp8_scale}" if spec.is_fp8 else spec.dtype
+    traits = [dtype, dims]
     traits += ["causal"] if spec.is_causal else []
     traits += ["window"] if spec.has_window_left or spec.has_window_right else []
     traits += ["softcap"] if spec.has_softcap else []

@@ -52,6 +52,7 @@ def find(
     spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo, refused: Refused | None = None
 ) -> tuple[KernelConfig, Found, RecordKey]:
     """The config that serves a spec: a stored one that fits, else the default. Never tunes."""
+    spec = spec.served_as(bucket.direction)
     key = record_key(spec, bucket, gpu)
     if gpu.is_interpreter:
         found = Found(record=None, tier="default", why=["Triton's interpreter is not tuned"])

@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from attngen.workload import Direction
 
 DTYPES = ("float16", "bfloat16", "float32")
+FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 CAUSAL = (False, True, "bottom_right", "top_left")
 LAYOUTS = ("bhsd", "bshd", "thd")
 PRECISIONS = ("ieee", "tf32")
 FP8_SCALES = (None, "tensor", "head", "block")
+SCALE_ROWS = 128
+"""Rows that share a scale with fp8_scale="block"."""
+DESCALES = ("q_descale", "k_descale", "v_descale")
 
 # Fields of the public spec whose kernels are not built yet, with what each would bring.
 _NOT_BUILT = {
@@ -47,7 +51,6 @@ _NOT_BUILT = {
     "tree_mask": "tree masks",
     "block_map": "block maps",
     "chunk": "chunked-local attention",
-    "fp8_scale": "FP8 inputs",
 }
 
 
@@ -60,7 +63,9 @@ class AttentionSpec:
     Args:
         head_dim: columns of q and k, 1 to 512 (above 256 where shared memory allows).
         head_dim_v: columns of v and out; default `head_dim`.
-        dtype: "float16", "bfloat16" or "float32" (torch dtypes are accepted).
+        dtype: "float16", "bfloat16" or "float32" (torch dtypes are accepted). "float8_e4m3fn" or
+            "float8_e5m2", together with fp8_scale: inputs as `attngen.quantize` makes them, and a
+            bfloat16 out.
         causal: False; True or "bottom_right" (query i sees key j iff j <= i + Sk - Sq);
             "top_left" (j <= i, what SDPA's `is_causal` means).
         window: (left, right), inclusive: query i sees keys from i - left to i + right, in aligned
@@ -71,6 +76,8 @@ class AttentionSpec:
             its size, else, is one that float32 holds.
         softcap: c > 0 turns a score s into c * tanh(s / c), before masks.
         layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
+        fp8_scale: what shares a scale of FP8 inputs: "tensor" all of it; "head" one key/value head
+            of one batch row, with the query heads that read it; "block" 128 rows of that.
         precision: "ieee" or "tf32"; how float32 inputs are multiplied.
         deterministic: True: same input, same bits, backward too. False admits atomic adds.
             None: `torch.are_deterministic_algorithms_enabled()` at `attngen.compile`.
@@ -189,6 +196,29 @@ class AttentionSpec:
         return self.softcap is not None
 
     @property
+    def is_fp8(self) -> bool:
+        """Inputs are FP8, each with scales of its own; out is not."""
+        return self.fp8_scale is not None
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Each 128 rows of an FP8 input have a scale of their own."""
+        return self.fp8_scale == "block"
+
+    @property
+    def dequantized(self) -> AttentionSpec:
+        """The spec of the same inputs once their scales are multiplied in: bfloat16 for FP8."""
+        return replace(self, dtype="bfloat16", fp8_scale=None) if self.is_fp8 else self
+
+    def served_as(self, direction: Direction) -> AttentionSpec:
+        """The spec whose kernels serve a direction: a backward takes FP8 inputs dequantised."""
+        return self if direction == "fwd" else self.dequantized
+
+    @property
+    def out_dtype(self) -> str:
+        return self.dequantized.dtype
+
+    @property
     def qk_parts(self) -> tuple[Part, ...]:
         return split_head_dim(self.head_dim)
 
@@ -199,7 +229,7 @@ class AttentionSpec:
     @property
     def element_size(self) -> int:
         """Bytes of one element of q."""
-        return 4 if self.dtype == "float32" else 2
+        return {"float32": 4, "float16": 2, "bfloat16": 2}.get(self.dtype, 1)
 
     @property
     def is_exact(self) -> bool:
@@ -218,7 +248,8 @@ class AttentionSpec:
     @property
     def tensor_args(self) -> tuple[str, ...]:
         """Names of the entries of the op's `extra` list, in order."""
-        return ("dropout_seed",) if self.has_dropout else ()
+        names = ("dropout_seed",) if self.has_dropout else ()
+        return names + (DESCALES if self.is_fp8 else ())
 
     @property
     def scalar_args(self) -> tuple[str, ...]:
@@ -267,7 +298,8 @@ class AttentionSpec:
 
     def text_of(self, direction: Direction) -> AttentionSpec:
         """`text`, for one direction's kernels: a forward adds in one order anyway."""
-        return replace(self.text, deterministic=False) if direction == "fwd" else self.text
+        text = self.served_as(direction).text
+        return replace(text, deterministic=False) if direction == "fwd" else text
 
     @property
     def text_key(self) -> str:
@@ -345,11 +377,21 @@ def _validate(spec: AttentionSpec) -> None:
     for name in ("head_dim", "head_dim_v"):
         step = "split the heads or use a smaller head dim"
         whole(name, getattr(spec, name), 1, MAX_HEAD_DIM, step)
-    _one_of(spec, "dtype", DTYPES)
+    _one_of(spec, "dtype", DTYPES + FP8_DTYPES)
     _one_of(spec, "layout", LAYOUTS)
     _one_of(spec, "precision", PRECISIONS)
     _one_of(spec, "fp8_scale", FP8_SCALES)
     _one_of(spec, "causal", CAUSAL)
+    if spec.dtype in FP8_DTYPES and spec.fp8_scale is None:
+        raise SpecError(
+            f"dtype={spec.dtype!r} needs fp8_scale, which says what shares a scale; add "
+            'fp8_scale="tensor", "head" or "block"'
+        )
+    if spec.dtype not in FP8_DTYPES and spec.fp8_scale is not None:
+        raise SpecError(
+            f"fp8_scale={spec.fp8_scale!r} needs an FP8 dtype, got dtype={spec.dtype!r}; add "
+            f"dtype={FP8_DTYPES[0]!r} or {FP8_DTYPES[1]!r}, or leave fp8_scale out"
+        )
     if spec.deterministic is not None:
         flag("deterministic", spec.deterministic, "None, True or False")
     if spec.chunk is not None:

@@ -1,0 +1,149 @@
+"""FP8 operands for attention, in plain torch: scales, rounding and the Hadamard rotation."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngen.checks import check_tensors, heads_first
+from attngen.errors import DtypeError, SpecError, nearest
+from attngen.head_dim import split_head_dim
+from attngen.spec import FP8_DTYPES, SCALE_ROWS
+from attngen.values import flag, shown
+
+SCALES = ("tensor", "head", "block")
+
+
+class Quantized(NamedTuple):
+    """FP8 operands, and the float32 scales that give them back: x is about x_fp8 * descale."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    q_descale: Tensor
+    k_descale: Tensor
+    v_descale: Tensor
+
+
+def quantize(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dtype: str | torch.dtype = "float8_e4m3fn",
+    scale: str = "tensor",
+    hadamard: bool = False,
+    *,
+    layout: str = "bhsd",
+) -> Quantized:
+    """Round q, k and v to FP8, each divided by its largest finite magnitude.
+
+    Args:
+        q: (batch, num_heads_q, seqlen_q, head_dim); for layout "bshd" (batch, seqlen_q,
+            num_heads_q, head_dim), and so on.
+        k: (batch, num_heads_kv, seqlen_k, head_dim).
+        v: (batch, num_heads_kv, seqlen_k, head_dim_v).
+        dtype: "float8_e4m3fn" or "float8_e5m2" (torch dtypes are accepted).
+        scale: what shares a scale: "tensor" all of it; "head" one key/value head of one batch row,
+            with the query heads that read it; "block" 128 rows of that.
+        hadamard: rotate the columns of q and k first, by one random signed Hadamard matrix: q @ k.T
+            stays, and outliers are spread over all columns (FlashAttention-3, section 3.3).
+
+    Returns:
+        The operands, contiguous in the layout given, and float32 descales: () for "tensor",
+        (batch, num_heads_kv) for "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block".
+        NaN stays NaN, and so does inf in float8_e4m3fn, which has none.
+
+    Raises:
+        SpecError: shapes do not belong together, or dtype, scale or layout is unknown.
+        DtypeError: q, k or v is no float tensor of 16 bits or more.
+    """
+    name = str(dtype).removeprefix("torch.")
+    _one_of("dtype", name, FP8_DTYPES)
+    _one_of("scale", scale, SCALES)
+    _one_of("layout", layout, ("bhsd", "bshd"))
+    flag("hadamard", hadamard)
+    if layout == "bshd":
+        q, k, v = heads_first(q, k, v)
+    check_tensors(q, k, v, None, None)
+    for letter, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_floating_point() or x.element_size() < 2:
+            raise DtypeError(
+                f"{letter} must be float16, bfloat16 or float32, got {x.dtype}; quantize takes "
+                "what is not rounded yet"
+            )
+    q, k, v = (x.detach().float() for x in (q, k, v))
+    if hadamard:
+        q, k = _rotate(q), _rotate(k)
+    kind = getattr(torch, name)
+    rounded = [_round(x, kind, scale, k.shape[1]) for x in (q, k, v)]
+    operands = [x.transpose(1, 2) if layout == "bshd" else x for x, _ in rounded]
+    return Quantized(*(x.contiguous() for x in operands), *(descale for _, descale in rounded))
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        raise SpecError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}{hint}")
+
+
+def _round(x: Tensor, dtype: torch.dtype, scale: str, num_heads_kv: int) -> tuple[Tensor, Tensor]:
+    """x (batch, heads, seqlen, dim) in FP8, and what it was divided by."""
+    batch, heads, seqlen, _ = x.shape
+    largest = torch.where(x.isfinite(), x.abs(), 0.0)
+    group = heads // num_heads_kv if num_heads_kv else 1
+    if scale == "tensor":
+        peak = largest.amax() if x.numel() else largest.new_zeros(())
+    else:
+        rows = largest.amax(3) if x.shape[3] else largest.new_zeros(batch, heads, seqlen)
+        rows = rows.view(batch, num_heads_kv, group, seqlen).amax(2)
+        if scale == "block":
+            rows = torch.nn.functional.pad(rows, (0, -seqlen % SCALE_ROWS))
+            peak = rows.view(batch, num_heads_kv, -1, SCALE_ROWS).amax(3)
+        else:
+            peak = rows.amax(2) if seqlen else rows.new_zeros(batch, num_heads_kv)
+    most = torch.finfo(dtype).max
+    descale = torch.where(peak > 0, peak / most, 1.0)
+    return (x / spread(descale, x)).clamp(-most, most).to(dtype), descale
+
+
+def spread(descale: Tensor, x: Tensor) -> Tensor:
+    """A descale in a shape that multiplies x (batch, heads, seqlen, dim)."""
+    if descale.dim() == 0:
+        return descale
+    wide = descale.repeat_interleave(x.shape[1] // max(1, descale.shape[1]), 1)
+    if wide.dim() == 3:
+        return wide.repeat_interleave(SCALE_ROWS, 2)[:, :, : x.shape[2], None]
+    return wide[:, :, None, None]
+
+
+def _rotate(x: Tensor) -> Tensor:
+    """x times an orthogonal matrix: random signs, then Hadamard's on each power-of-two part."""
+    dim = x.shape[-1]
+    parts = [part for part in split_head_dim(dim) if not part.padded]
+    rotated: Tensor = x * _signs(dim).to(x.device)
+    pieces = [
+        rotated[..., part.start : part.start + part.width] @ _hadamard(part.width).to(x.device)
+        for part in parts
+    ]
+    end = sum(part.width for part in parts)
+    return torch.cat([*pieces, rotated[..., end:]], -1)
+
+
+@functools.cache
+def _signs(dim: int) -> Tensor:
+    """The same for every call, so that keys quantised at different times go together."""
+    generator = torch.Generator().manual_seed(dim)
+    return torch.randint(0, 2, (dim,), generator=generator).mul(2.0).sub(1.0)
+
+
+@functools.cache
+def _hadamard(width: int) -> Tensor:
+    """Sylvester's matrix, orthonormal."""
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    orthonormal: Tensor = matrix * width**-0.5
+    return orthonormal
