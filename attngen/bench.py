@@ -24,18 +24,19 @@ from attngen import lowering
 from attngen.api import compile
 from attngen.config import KernelConfig
 from attngen.explain import explain_workload
+from attngen.fp8 import quantize
 from attngen.gpu import current
 from attngen.peers import Attend, CannotServe, Peer
 from attngen.pinned import pinned
-from attngen.spec import AttentionSpec
+from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import DIRECTIONS, Direction, Workload
 from attngen.workload import flops as flops
 
 OURS, DEFAULT = "attngen", "attngen default"
 REASON_LENGTH = 160
 
-Inputs = tuple[Tensor, Tensor, Tensor]
-"""q, k and v."""
+Inputs = tuple[Tensor, ...]
+"""q, k and v, and if these are FP8 their descales."""
 Timer = Callable[[Callable[[], Any]], float]
 """Milliseconds of a call."""
 
@@ -112,9 +113,10 @@ def bench(
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[Comparison]:
     """Time a spec on a workload, one direction after the other."""
-    spec = replace(spec, layout="bhsd")
+    given = replace(spec, layout="bhsd")
     gpu = current()
     for direction in directions:
+        spec = given.served_as(direction)
         at = f"{workload} {direction}"
         progress(f"{at}: preparing")
         torch.compiler.reset()  # each shape compiles FlexAttention anew, and dynamo counts
@@ -176,7 +178,13 @@ def _ours(
     inputs: Inputs,
 ) -> Iterator[_Entrant]:
     """Our kernels under each of the named configs, each having run once."""
-    attend = compile(spec)
+    attn = compile(spec)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *descales: Tensor) -> Tensor:
+        named: dict[str, Any] = dict(zip(DESCALES, descales, strict=False))
+        out: Tensor = attn(q, k, v, **named)
+        return out
+
     for name, config in configs:
         setting = partial(pinned, {direction: config})
         with setting():
@@ -211,19 +219,20 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> Inputs:
         (workload.num_heads_kv, workload.seqlen_k, spec.head_dim),
         (workload.num_heads_kv, workload.seqlen_k, spec.head_dim_v),
     )
-    dtype = getattr(torch, spec.dtype)
+    dtype = getattr(torch, spec.out_dtype)
     q, k, v = (
         torch.randn((workload.batch, *shape), generator=generator, device=device, dtype=dtype)
         for shape in shapes
     )
+    if spec.fp8_scale is not None:
+        return quantize(q, k, v, spec.dtype, spec.fp8_scale)
     return q, k, v
 
 
 def _ordered(inputs: Inputs, layout: str) -> Inputs:
     if layout == "bhsd":
         return inputs
-    q, k, v = (x.transpose(1, 2).contiguous() for x in inputs)
-    return q, k, v
+    return (*(x.transpose(1, 2).contiguous() for x in inputs[:3]), *inputs[3:])
 
 
 def _call(attend: Attend, inputs: Inputs, direction: Direction) -> Callable[[], Any]:

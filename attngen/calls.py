@@ -158,7 +158,8 @@ def _dequantized_backward(
     ]
     operands = [(x.float() * scale).bfloat16() for x, scale in zip((q, k, v), scales, strict=True)]
     rest = extra[: -len(DESCALES)]
-    grads = backward(wide.text_key, *operands, out, lse, dout, dlse, rest, scalars, ints)
+    q, k, v = operands
+    grads = backward(wide.text_key, q, k, v, out, lse, dout, dlse, rest, scalars, ints)
     return [grad.mul_(scale) for grad, scale in zip(grads, scales, strict=True)]
 
 

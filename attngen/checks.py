@@ -186,6 +186,9 @@ def scale_kind(dtype: str, descales: tuple[Any, ...]) -> str | None:
             f"{' and no '.join(missing)}; attngen.quantize makes them"
         )
     check_kinds(dict(zip(DESCALES, descales, strict=True)))
+    for name, x in zip(DESCALES, descales, strict=True):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise SpecError(f"{name} requires grad, but scales get none; pass {name}.detach()")
     dims = [x.dim() for x in descales]
     kinds = {0: "tensor", 2: "head", 3: "block"}
     if dims[0] not in kinds or dims != dims[:1] * 3:
@@ -220,15 +223,20 @@ def check_gradient_dtypes(*tensors: Tensor) -> None:
             )
 
 
+def descale_shape(scale: str, k: Tensor, rows: int) -> tuple[int, ...]:
+    """The shape of the descale of a tensor with so many rows."""
+    lead = (k.shape[0], k.shape[1])
+    return {"tensor": (), "head": lead, "block": (*lead, -(-rows // SCALE_ROWS))}[scale]
+
+
 def check_descales(scale: str, q: Tensor, k: Tensor, descales: Sequence[Tensor | None]) -> None:
     """Shapes, dtypes and devices of the descales of q, k and v."""
-    lead = tuple(k.shape[:2])
     for name, rows, x in zip(DESCALES, (q.shape[2], k.shape[2], k.shape[2]), descales, strict=True):
-        shapes = {"tensor": (), "head": lead, "block": (*lead, -(-rows // SCALE_ROWS))}
-        if x is None or tuple(x.shape) != shapes[scale]:
+        shape = descale_shape(scale, k, rows)
+        if x is None or tuple(x.shape) != shape:
             got = None if x is None else tuple(x.shape)
             raise SpecError(
-                f"{name} must have shape {shapes[scale]} for fp8_scale={scale!r}, got {got}; "
+                f"{name} must have shape {shape} for fp8_scale={scale!r}, got {got}; "
                 "attngen.quantize makes it"
             )
         if x.dtype != torch.float32:
@@ -237,8 +245,6 @@ def check_descales(scale: str, q: Tensor, k: Tensor, descales: Sequence[Tensor |
             raise SpecError(
                 f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
             )
-        if x.requires_grad:
-            raise SpecError(f"{name} requires grad, but scales get none; pass {name}.detach()")
 
 
 def check_kinds(tensors: dict[str, Any]) -> None:

@@ -163,7 +163,8 @@ def _through_float32(data: np.ndarray, source: Any, target: Any) -> np.ndarray:
         return narrow.view(torch.uint8).numpy()
     if target == triton.language.bfloat16:
         return _narrow(values)
-    return values.astype({16: np.float16, 32: np.float32, 64: np.float64}[target.primitive_bitwidth])
+    wide: np.ndarray = values.astype(f"float{target.primitive_bitwidth}")
+    return wide
 
 
 def _language_modules() -> list[ModuleType]:

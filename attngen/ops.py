@@ -54,7 +54,7 @@ def _fake_forward(
 
 def _fake_backward(text_key: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
     dtype = getattr(torch, parsed(text_key).out_dtype)
-    return [empty_bshd(x, *x.shape, dtype) for x in (q, k, v)]
+    return [empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], dtype) for x in (q, k, v)]
 
 
 def forward(

@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attngen.spec import AttentionSpec
+from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]
+"""Of q, k and v, and if these are FP8 of their descales."""
 MATH_SCORES = 1 << 28
 """Entries of the score matrix up to which the math backend, which stores it, is timed."""
 
@@ -69,6 +70,7 @@ def _sdpa(backend: SDPBackend) -> Callable[[AttentionSpec, Workload], Attend]:
     def make(spec: AttentionSpec, workload: Workload) -> Attend:
         _refuse(
             "sdpa",
+            fp8=spec.is_fp8,
             window=spec.window is not None,
             softcap=spec.has_softcap,
             bottom_right=_other_alignment(spec, workload, "top_left"),
@@ -103,7 +105,7 @@ def _flex(mode: str | None) -> Callable[[AttentionSpec, Workload], Attend]:
         from torch._functorch import config as functorch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        _refuse("flex", dropout=spec.has_dropout)
+        _refuse("flex", fp8=spec.is_fp8, dropout=spec.has_dropout)
         # its backward is run again and again (retain_graph), which donated buffers forbid
         functorch.donated_buffer = False
         mask = None
@@ -169,11 +171,15 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
         "fa3",
         dropout=spec.has_dropout,
         float32=spec.dtype == "float32",
+        e5m2=spec.dtype == "float8_e5m2",
+        block_scales=spec.has_block_scales,
         top_left=_other_alignment(spec, workload, "bottom_right"),
     )
     left, right = spec.window or (None, None)
+    per_head = (workload.batch, workload.num_heads_kv)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, *descales: Tensor) -> Tensor:
+        wide = (descale.expand(per_head) for descale in descales)
         result: Any = flash.flash_attn_func(
             q,
             k,
@@ -182,6 +188,7 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
             causal=spec.is_causal,
             window_size=(-1 if left is None else left, -1 if right is None else right),
             softcap=spec.softcap or 0.0,
+            **dict(zip(DESCALES, wide, strict=False)),
         )
         out: Tensor = result[0] if isinstance(result, tuple) else result
         return out

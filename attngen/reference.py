@@ -16,6 +16,8 @@ from torch import Tensor
 from attngen.spec import AttentionSpec
 
 NEG_INF = float("-inf")
+FP8_PEAK = 256.0
+"""The largest weight of a row in FP8: float8_e4m3fn holds up to 448."""
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
@@ -87,6 +89,16 @@ def rounded(x: Tensor, fwd: torch.dtype | None, bwd: torch.dtype | None) -> Tens
     """x, rounded on the way forward, and its gradient on the way back."""
     result: Tensor = _Round.apply(x, fwd, bwd)  # type: ignore[no-untyped-call]  # torch types none
     return result
+
+
+def rounded_weights(spec: AttentionSpec, p: Tensor, narrow: torch.dtype) -> Tensor:
+    """P as a good kernel multiplies it: in `narrow`, or with FP8 inputs in FP8, each row scaled so
+    that it fits."""
+    if not spec.is_fp8:
+        return rounded(p, narrow, narrow)
+    most = p.detach().amax(-1, keepdim=True)
+    fit = FP8_PEAK / torch.where(most > 0, most, 1.0)
+    return rounded(p * fit, torch.float8_e4m3fn, narrow) / fit
 
 
 def scale_of(spec: AttentionSpec) -> float:
@@ -172,7 +184,7 @@ def attention(
         keep = dropout_keep(seed, *sizes, spec.dropout_p, device=q.device)
     p = _dropped(spec, p, keep)
     if round_to is not None:
-        p = rounded(p, round_to, round_to)
+        p = rounded_weights(spec, p, round_to)
     if dirty:
         return (p[..., None] * torch.where(seen[..., None], v[:, :, None], 0.0)).sum(3), lse
     return p @ v, lse
@@ -242,7 +254,7 @@ def sampled_rows(
             keep = philox_keep(seed, batch, head, at_row, keys, spec.dropout_p)
         p = _dropped(spec, p, keep)
         if round_to is not None:
-            p = rounded(p, round_to, round_to)
+            p = rounded_weights(spec, p, round_to)
         out = rounded(p @ v[b, h // group].to(math_dtype), round_to, round_to)
         if do is not None:
             dqs.append(torch.autograd.grad((out * do[b, h, i].to(math_dtype)).sum(), row)[0])

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from attngen import reference
 from attngen.api import compile
-from attngen.spec import AttentionSpec
+from attngen.fp8 import quantize, spread
+from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Direction, Workload
 
 # Sizes that find mistakes, as (seqlen_q, seqlen_k): one row, no tile divides them, more queries
@@ -85,8 +86,13 @@ def _verify(
 
     def results(kind: Kind) -> list[Tensor]:
         wide = torch.float64 if kind == "oracle" else given.dout.dtype
-        q, k, v = (x.to(wide).requires_grad_(backward) for x in (given.q, given.k, given.v))
-        out, lse = _attend(kind, spec, q, k, v)
+        as_given = kind == "kernel" and spec.is_fp8
+        leaves = [x.clone() if as_given else x.to(wide) for x in (given.q, given.k, given.v)]
+        for leaf in leaves:
+            leaf.requires_grad_(backward)
+            leaf.grad_dtype = wide
+        q, k, v = leaves
+        out, lse = _attend(kind, spec, q, k, v, given.descales)
         found = [out, lse]
         if backward:
             found += reference.gradients(out, lse, (q, k, v), given.dout, given.dlse)
@@ -100,14 +106,23 @@ def _verify(
 
 
 def _attend(
-    kind: Kind, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor
+    kind: Kind,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    descales: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor]:
+    if kind != "kernel" and descales:
+        pairs = zip((q, k, v), descales, strict=True)
+        q, k, v = ((x * spread(descale, x)).to(x.dtype) for x, descale in pairs)
     if kind == "oracle":
         return reference.attention(spec, q, k, v, seed=SEED)
     if kind == "yardstick":
         narrow = None if q.dtype == torch.float32 else q.dtype
         return reference.yardstick(spec, q, k, v, narrow, seed=SEED)
-    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED)
+    scales: dict[str, Any] = dict(zip(DESCALES, descales, strict=False))
+    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **scales)
     return out, lse
 
 
@@ -117,6 +132,7 @@ class _Inputs(NamedTuple):
     v: Tensor
     dout: Tensor
     dlse: Tensor
+    descales: tuple[Tensor, ...] = ()
 
 
 def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
@@ -124,15 +140,19 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
     generator = torch.Generator().manual_seed(SEED)
     batch, heads_q, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
     rows, keys = workload.seqlen_q, workload.seqlen_k
-    dtype = getattr(torch, spec.dtype)
+    dtype = getattr(torch, spec.out_dtype)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    return _Inputs(
+    found = _Inputs(
         normal(batch, heads_q, rows, spec.head_dim),
         normal(batch, heads_kv, keys, spec.head_dim),
         normal(batch, heads_kv, keys, spec.head_dim_v),
         normal(batch, heads_q, rows, spec.head_dim_v),
         normal(batch, heads_q, rows).float(),
     )
+    if spec.fp8_scale is None:
+        return found
+    q, k, v, *descales = quantize(*found[:3], dtype=spec.dtype, scale=spec.fp8_scale)
+    return found._replace(q=q, k=k, v=v, descales=tuple(descales))

@@ -162,7 +162,7 @@ def parse_config(
         config = configs.parse(direction, text)
     except AttngenError as error:
         raise bad_config(str(error)) from None
-    if why := configs.infeasible(spec, config, gpu):
+    if why := configs.infeasible(spec.served_as(direction), config, gpu):
         raise bad_config(f"{'; '.join(why)}; choose other values, or leave --config out")
     return config
 

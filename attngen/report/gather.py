@@ -229,6 +229,14 @@ def gather(store: Store, gpu: GpuInfo | None, bench: list[BenchLine]) -> Content
     )
 
 
+_DTYPE_WORDS = {
+    "float16": "fp16",
+    "float32": "fp32",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+
+
 def call_name(key: RecordKey) -> str:
     """A key in few words: `fwd d128 causal 4096x4096 bh64`."""
     try:
@@ -242,7 +250,7 @@ def _name(spec: AttentionSpec, bucket: Bucket) -> str:
     dims = f"d{spec.head_dim}"
     dims += f"/{spec.head_dim_v}" if spec.head_dim_v != spec.head_dim else ""
     words = [bucket.direction, dims]
-    words += [{"float16": "fp16", "float32": "fp32"}.get(spec.dtype, "")]
+    words += [_DTYPE_WORDS.get(spec.dtype, "")]
     words += ["causal" if spec.is_causal else ""]
     sizes = f"{bucket.seqlen_q}x{bucket.seqlen_k} bh{bucket.batch_heads}"
     words += [sizes if bucket.batch_heads else "any size"]

@@ -35,10 +35,13 @@ def work_of(
     seqlen_k: int,
 ) -> Work:
     """The work of a call. Each input is read once and each output written once."""
+    spec = spec.served_as(direction)
     queries = batch_heads * seqlen_q
     keys = batch_heads / group_size * seqlen_k
     row = (spec.head_dim + spec.head_dim_v) * spec.element_size
     moved = (queries + keys) * row  # q, k, v, out; the backward's dout is out's size, and so on
+    if spec.is_fp8:
+        moved += queries * spec.head_dim_v  # out has two bytes an element
     if direction == "bwd":
         moved *= 2
     moved += 4 * queries  # lse
@@ -64,10 +67,14 @@ class Peak:
 
 PEAKS = {
     "nvidia_h200": Peak(
-        {"16-bit": 989.0, "tf32": 494.0, "float32": 67.0}, 4.8, "NVIDIA H200 datasheet, SXM"
+        {"FP8": 1979.0, "16-bit": 989.0, "tf32": 494.0, "float32": 67.0},
+        4.8,
+        "NVIDIA H200 datasheet, SXM",
     ),
     "nvidia_h100_80gb_hbm3": Peak(
-        {"16-bit": 989.0, "tf32": 494.0, "float32": 67.0}, 3.35, "NVIDIA H100 datasheet, SXM"
+        {"FP8": 1979.0, "16-bit": 989.0, "tf32": 494.0, "float32": 67.0},
+        3.35,
+        "NVIDIA H100 datasheet, SXM",
     ),
 }
 """By `Provenance.gpu`. Dense figures; the datasheets print twice as much, with sparsity."""
@@ -77,4 +84,6 @@ def kind_of(spec: AttentionSpec) -> str:
     """Which of a GPU's peaks bounds a spec."""
     if spec.is_exact:
         return "float32"
+    if spec.is_fp8:
+        return "FP8"
     return "tf32" if spec.dtype == "float32" else "16-bit"

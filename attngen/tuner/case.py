@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.checks import descale_shape
 from attngen.config import KernelConfig
+from attngen.fp8 import quantize, spread
 from attngen.reference import alignment, scale_of
-from attngen.spec import AttentionSpec
+from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
 
 SEED = 0x5EED_0F_A77E
@@ -41,6 +43,17 @@ class Case:
     dv: Tensor | None = None
     rows: Tensor | None = None
     dq_sum: Tensor | None = None
+    descales: tuple[Tensor, ...] = ()
+    """Of q, k and v, if these are FP8."""
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v without scales: in float32 if they had some."""
+        if not self.descales:
+            return self.q, self.k, self.v
+        pairs = zip((self.q, self.k, self.v), self.descales, strict=True)
+        q, k, v = (x.float() * spread(descale, x) for x, descale in pairs)
+        return q, k, v
 
     @property
     def numbers(self) -> dict[str, Any]:
@@ -58,6 +71,8 @@ class Case:
             named["window_right"] = right
         if spec.has_positions:
             named["align"] = alignment(spec, sizes.seqlen_q, sizes.seqlen_k)
+        if spec.is_fp8:
+            named |= zip(DESCALES, self.descales, strict=True)
         return named
 
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
@@ -93,13 +108,18 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
     batch, heads, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
     rows, keys = workload.seqlen_q, workload.seqlen_k
     dim, dim_v = spec.head_dim, spec.head_dim_v
-    dtype = getattr(torch, spec.dtype)
+    dtype = getattr(torch, spec.out_dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(SEED)
 
     def filled(heads: int, rows: int, dim: int) -> Tensor:
-        shape = _padded(spec.layout, batch, heads, rows, dim)
+        shape = _padded(spec, batch, heads, rows, dim)
         values = torch.randn(shape, dtype=dtype, device=device, generator=generator)
         return _as_bhsd(values, spec.layout)[:, :, :rows, :dim]
+
+    def narrowed(x: Tensor, rounded: Tensor) -> Tensor:
+        """FP8 values that lie as x does."""
+        stored = torch.empty_strided(x.shape, x.stride(), dtype=rounded.dtype, device=device)
+        return stored.copy_(rounded)
 
     def result(heads: int, rows: int, dim: int) -> Tensor:
         return torch.empty((batch, rows, heads, dim), dtype=dtype, device=device).transpose(1, 2)
@@ -117,27 +137,45 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
             "rows": numbers(batch, heads, 2, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
+    q, k, v = filled(heads, rows, dim), filled(heads_kv, keys, dim), filled(heads_kv, keys, dim_v)
+    descales: tuple[Tensor, ...] = ()
+    if spec.is_fp8:
+        rounded, descales = _quantized(spec, q, k, v)
+        q, k, v = (narrowed(x, values) for x, values in zip((q, k, v), rounded, strict=True))
     return Case(
         spec,
         workload,
-        q=filled(heads, rows, dim),
-        k=filled(heads_kv, keys, dim),
-        v=filled(heads_kv, keys, dim_v),
+        q=q,
+        k=k,
+        v=v,
         out=result(heads, rows, dim_v),
         lse=numbers(batch, heads, rows),
         seed=torch.full((1,), SEED, dtype=torch.int64, device=device),
+        descales=descales,
         **named,
     )
+
+
+def _quantized(spec: AttentionSpec, *inputs: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+    """FP8 operands and their scales; on the meta device, the shapes alone."""
+    assert spec.fp8_scale is not None
+    q, k, v = inputs
+    if not q.is_meta:
+        found = quantize(q, k, v, spec.dtype, spec.fp8_scale)
+        return list(found[:3]), found[3:]
+    shapes = (descale_shape(spec.fp8_scale, k, x.shape[2]) for x in inputs)
+    descales = (torch.empty(shape, dtype=torch.float32, device="meta") for shape in shapes)
+    return [x.to(getattr(torch, spec.dtype)) for x in inputs], tuple(descales)
 
 
 def _up(rows: int, multiple: int) -> int:
     return -(-rows // multiple) * multiple
 
 
-def _padded(layout: str, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
+def _padded(spec: AttentionSpec, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
     """The stored shape: 16 bytes a row at least, as memory.aligned gives, and rows in sixteens."""
-    rows, dim = _up(rows, _STORED_ROWS), _up(dim, _STORED_COLUMNS)
-    return (batch, rows, heads, dim) if layout == "bshd" else (batch, heads, rows, dim)
+    rows, dim = _up(rows, _STORED_ROWS), _up(dim, 16 if spec.is_fp8 else _STORED_COLUMNS)
+    return (batch, rows, heads, dim) if spec.layout == "bshd" else (batch, heads, rows, dim)
 
 
 def _as_bhsd(values: Tensor, layout: str) -> Tensor:

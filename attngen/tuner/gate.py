@@ -37,7 +37,7 @@ class Expected(NamedTuple):
 
 def epsilon(spec: AttentionSpec, name: str) -> float:
     """The rounding unit of a result."""
-    narrow = torch.float16 if spec.precision == "tf32" else getattr(torch, spec.dtype)
+    narrow = torch.float16 if spec.precision == "tf32" else getattr(torch, spec.out_dtype)
     unit = float(torch.finfo(narrow).eps)
     if name == "lse":
         return max(LSE_EPSILON, unit if spec.precision == "tf32" else 0.0)
@@ -112,7 +112,7 @@ def whole(each: Case) -> Expected:
 def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """The oracle's results in float64, the yardstick's in float32."""
     backward = each.do is not None
-    q, k, v = (x.detach().to(dtype).requires_grad_(backward) for x in (each.q, each.k, each.v))
+    q, k, v = (x.detach().to(dtype).requires_grad_(backward) for x in each.operands)
     if dtype == torch.float64:
         out, lse = reference.attention(each.spec, q, k, v, seed=each.seed)
     else:
@@ -125,7 +125,7 @@ def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _narrow(each: Case) -> torch.dtype | None:
-    return None if each.q.dtype == torch.float32 else each.q.dtype
+    return None if each.q.dtype == torch.float32 else getattr(torch, each.spec.out_dtype)
 
 
 def sampled(each: Case, config: KernelConfig) -> Verdict:
@@ -151,7 +151,7 @@ def _exact_and_narrow(each: Case) -> list[dict[str, Any]]:
 
 def _sampled(each: Case, rows: Tensor, keys: Tensor, **how: Any) -> dict[str, Tensor]:
     how["seed"] = each.seed
-    inputs = (each.spec, each.q, each.k, each.v)
+    inputs = (each.spec, *each.operands)
     here = reference.sampled_rows(*inputs, rows, do=each.do, **how)
     if each.do is None:
         return {"out": here.out, "lse": here.lse}

@@ -114,10 +114,11 @@ def tune(
         reports = []
         run: Session | Prediction
         for each in directions:
-            bucket = spec_bucket(each, spec, workload)
-            key = record_key(spec, bucket, where)
+            served = spec.served_as(each)
+            bucket = spec_bucket(each, served, workload)
+            key = record_key(served, bucket, where)
             job = Job(
-                spec,
+                served,
                 workload,
                 bucket,
                 where,
@@ -128,8 +129,8 @@ def tune(
                 exhaustive,
                 revalidate,
             )
-            timer.open(spec, workload if present else _token(workload), each)
-            with CompilePool(spec, workload, each, where, jobs) as pool:
+            timer.open(served, workload if present else _token(workload), each)
+            with CompilePool(served, workload, each, where, jobs) as pool:
                 if shared is not None:
                     run = shared(job, store, pool, timer, tell)
                 elif present:
