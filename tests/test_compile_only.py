@@ -35,6 +35,7 @@ SPECS = {
     "softcap-window": {"window": (63, 31), "softcap": 30.0},
     "d96-v40": {"head_dim": 96, "head_dim_v": 40},
     "float32": {"dtype": "float32", "head_dim": 32, "causal": True},
+    "e5m2-block": {"dtype": "float8_e5m2", "fp8_scale": "block", "causal": True},
 }
 
 
@@ -49,7 +50,7 @@ def _lines(fields: dict[str, Any], tiles: tuple[str, ...]) -> list[dict[str, Any
     spec = AttentionSpec(**{"head_dim": 64, **fields})
     return [
         {
-            "spec": spec.key,
+            "spec": spec.served_as(direction).key,
             "direction": direction,
             "config": config.as_dict(),
             "workload": "1,8,2,512,512",
@@ -69,6 +70,12 @@ def _assert_compiled(lines: list[dict[str, Any]], found: list[dict[str, Any]]) -
 
 def test_base_compiles_for_hopper() -> None:
     lines = _lines({"causal": True}, ("pointer",))
+    _assert_compiled(lines, compile_all(90, lines))
+
+
+def test_fp8_compiles_for_hopper() -> None:
+    fields = {"dtype": "float8_e4m3fn", "fp8_scale": "head", "dropout_p": 0.1}
+    lines = [line for line in _lines(fields, ("descriptor",)) if line["direction"] == "fwd"]
     _assert_compiled(lines, compile_all(90, lines))
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support import SMALL_BWD, SMALL_FWD, oracle, oracle_options
 from torch import Tensor
 
 import attngen
@@ -18,7 +19,6 @@ from attngen.pinned import pinned
 from attngen.render import structural_variants, template_hash, title
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload, spec_bucket
-from support import SMALL_BWD, SMALL_FWD, oracle, oracle_options
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 ONE_OF_EACH_SCALE = [

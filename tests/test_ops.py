@@ -694,7 +694,6 @@ UNBUILT_FIELDS: dict[str, Any] = {
     "tree_mask": True,
     "block_map": True,
     "chunk": 128,
-    "fp8_scale": "tensor",
     "layout": "thd",
 }
 

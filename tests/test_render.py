@@ -44,6 +44,7 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_d192_v128": ({"head_dim": 192, "head_dim_v": 128}, FWD),
     "fwd_float32": ({"dtype": "float32"}, FWD),
     "fwd_descriptor": ({}, FWD_TMA),
+    "fwd_fp8_block": ({"dtype": "float8_e4m3fn", "fp8_scale": "block"}, FWD),
     "bwd_base": ({}, BWD),
     "bwd_atomic": ({}, BWD_ATOMIC),
     "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
@@ -86,6 +87,17 @@ MATRIX = [
 ]  # fmt: skip
 
 
+FP8_MATRIX = [
+    AttentionSpec(dtype="float8_e4m3fn", **dims, **scale, **mask, **rest)
+    for dims, scale, mask, rest in itertools.product(
+        ({"head_dim": 64}, {"head_dim": 72}),
+        ({"fp8_scale": "tensor"}, {"fp8_scale": "head"}, {"fp8_scale": "block"}),
+        ({}, {"causal": True}, {"window": (7, 7)}),
+        ({}, {"dropout_p": 0.1}, {"softcap": 9.0}),
+    )
+]  # fmt: skip
+
+
 HOPPER_MATRIX = [
     AttentionSpec(**dims, **mask, **cap)
     for dims, mask, cap in itertools.product(
@@ -101,6 +113,9 @@ HOPPER_MATRIX = [
 def _every_text() -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in MATRIX:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
+            yield spec, config
+    for spec in FP8_MATRIX:
+        for config in structural_variants("fwd"):
             yield spec, config
     for spec in HOPPER_MATRIX:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
