@@ -38,7 +38,8 @@ def section(title: str, text: str = README) -> str:
 
 def code(text: str, language: str = "") -> list[str]:
     """The fenced blocks of a text."""
-    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    return [block for named, block in blocks if named == language]
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))
@@ -88,7 +89,7 @@ def test_configs_in_the_readme_are_accepted(line: str):
 
 
 def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (example,) = code(section("Use"), "python")
+    example = "\n".join(code(section("Use"), "python"))
     monkeypatch.setenv("ATTNGEN_CACHE_DIR", str(tmp_path))
     done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
