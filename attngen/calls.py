@@ -28,7 +28,7 @@ from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket
 
 
-class _Memory(NamedTuple):
+class Memory(NamedTuple):
     """A tensor to allocate."""
 
     shape: tuple[int, ...]
@@ -39,14 +39,24 @@ class _Memory(NamedTuple):
         return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
 
 
+def transposed(v: Tensor) -> Memory:
+    """V^T of the hopper lowering, keys padded to whole tiles of the kernel that makes it."""
+    batch, heads, keys, dim = v.shape
+    padded = -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
+    strides = (heads * dim * padded, dim * padded, padded, 1)
+    return Memory((batch, heads, dim, padded), strides, v.dtype)
+
+
 class _Call(NamedTuple):
     """What is remembered for a layout."""
 
     run: Callable[[Tensors], None]
     device: int | None
-    memory: list[_Memory]
+    memory: list[Memory]
     """Of the results, then of the scratch."""
 
+
+TRANSPOSED_KEYS = 128
 
 _CALLS: dict[tuple[Any, ...], _Call] = {}
 _MAX_CALLS = 4096
@@ -97,7 +107,7 @@ def forward(
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
         extra = [None if x is None else on_16_bytes(x.contiguous()) for x in extra]
         call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, [out, lse])
-    return _launch(call, inputs, extra)
+    return _launch(call, inputs, extra)[:2]
 
 
 def backward(
@@ -183,16 +193,16 @@ def _is_off(*tensors: Tensor | None) -> bool:
     return bits % 16 != 0
 
 
-def _bshd(rows_of: Tensor, dim: int, dtype: torch.dtype) -> _Memory:
+def _bshd(rows_of: Tensor, dim: int, dtype: torch.dtype) -> Memory:
     batch, heads, rows, _ = rows_of.shape
-    return _Memory((batch, heads, rows, dim), bshd_strides(heads, rows, dim), dtype)
+    return Memory((batch, heads, rows, dim), bshd_strides(heads, rows, dim), dtype)
 
 
-def _float32(*shape: int) -> _Memory:
+def _float32(*shape: int) -> Memory:
     strides = [1]
     for size in shape[:0:-1]:
         strides.insert(0, strides[0] * max(size, 1))
-    return _Memory(shape, tuple(strides), torch.float32)
+    return Memory(shape, tuple(strides), torch.float32)
 
 
 def _settled(
@@ -203,7 +213,7 @@ def _settled(
     extra: Sequence[Tensor | None],
     scalars: Sequence[float],
     ints: Sequence[int],
-    results: list[_Memory],
+    results: list[Memory],
 ) -> _Call:
     """The call of a layout that kernels can take; `tiles` are what descriptors must address."""
     at = _layout(text_key, (*inputs, *extra), scalars, ints)
@@ -229,6 +239,8 @@ def _settled(
     if captured or mixed or (kernel is not resolved.by_pointer and not addressable(*tiles)):
         kernel = resolved.by_pointer
     memory = [*results]
+    if spec.is_fp8 and kernel.config.lowering == "hopper":
+        memory.append(transposed(tiles[2]))
     if direction == "bwd":
         memory.append(_float32(batch, heads, 2, -(-seqlen_q // 128) * 128))
         if kernel.config.sums_dq:

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from attngen.config_base import NamedFields
 from attngen.gpu import GpuInfo
-from attngen.spec import AttentionSpec
+from attngen.spec import SCALE_ROWS, AttentionSpec
 from attngen.versions import triton_minor
 from attngen.workload import Direction
 
@@ -28,6 +28,7 @@ MAX_STAGES = 4
 BARRIER_BYTES = 512
 """Of shared memory, for barriers and for what partitions of warps are handed; about 300 seen."""
 MAX_PARTS, MAX_WIDTH = 2, 256
+FP8_WIDTHS = (64, 128, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,13 +132,16 @@ def unserved(spec: AttentionSpec, gpu: GpuInfo) -> list[str]:
 def unserved_anywhere(spec: AttentionSpec) -> list[str]:
     """The same, as far as the spec alone says."""
     why = []
-    if spec.element_size != 2:
-        why.append(f"lowering=hopper needs a 16-bit dtype, got dtype={spec.dtype}")
+    if spec.element_size > 2:
+        why.append(f"lowering=hopper needs a dtype of 16 or 8 bits, got dtype={spec.dtype}")
     if spec.has_dropout:
         why.append("lowering=hopper has no dropout")
     for name, parts in (("head_dim", spec.qk_parts), ("head_dim_v", spec.v_parts)):
         dim, width = getattr(spec, name), sum(part.width for part in parts)
-        if len(parts) > MAX_PARTS or width > MAX_WIDTH or width != dim:
+        if spec.is_fp8:
+            if dim not in FP8_WIDTHS:
+                why.append(f"lowering=hopper needs a {name} of 64, 128 or 256 for FP8, got {dim}")
+        elif len(parts) > MAX_PARTS or width > MAX_WIDTH or width != dim:
             why.append(
                 f"lowering=hopper needs a {name} of one or two powers of two, {MAX_WIDTH} at "
                 f"most in sum, got {dim}"
@@ -174,14 +178,22 @@ def _forward_limits(spec: AttentionSpec, config: HopperFwdConfig, gpu: GpuInfo) 
     the output, and what softmax holds, more of it where it overlaps the products.
     """
     d, dv, size = spec.head_dim, spec.head_dim_v, spec.element_size
-    registers = 3 * config.block_n // 4 + dv // 2 + (45 if config.overlap else 30)
-    registers += d // 4 if config.q_in_registers and config.overlap else 0
+    registers = config.block_n // 2 + config.block_n * size // 8  # scores, and weights
+    registers += dv // 2 + (45 if config.overlap else 30)
+    registers += d * size // 8 if config.q_in_registers and config.overlap else 0
     q = config.block_m * d * size * config.q_buffers
-    out = 0 if config.out_in_q else config.block_m * dv * size
+    out = 0 if config.out_in_q else config.block_m * dv * 2
     ring = config.num_stages * config.block_n * (d + dv) * size
     why = _limits("attn_fwd", registers, CONSUMER_REGISTERS[config.consumers], q + out + ring, gpu)
     if config.num_stages < 2:
         why.append(f"num_stages={config.num_stages} must be at least 2")
+    if spec.is_fp8 and config.out_in_q:
+        why.append("out_in_q=true needs q and out of one dtype, and q is FP8")
+    if spec.has_block_scales and config.block_n > SCALE_ROWS:
+        why.append(
+            f"block_n={config.block_n} must be at most {SCALE_ROWS}: with fp8_scale=block a tile "
+            "has one scale"
+        )
     widths, widths_v = ([part.width for part in p] for p in (spec.qk_parts, spec.v_parts))
     if config.out_in_q and widths_v != widths[: len(widths_v)]:
         why.append(f"out_in_q=true needs tiles of v like those of q, got {widths_v} and {widths}")

@@ -79,6 +79,22 @@ _FWD_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
         replace(_BEST, block_n=64, out_in_q=True),
     ),
 }
+# The same of FP8.
+_FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
+    64: (
+        replace(_QUIET, consumers=3, turns=True, q_buffers=2),
+        replace(_QUIET, q_buffers=2),
+        replace(_QUIET, consumers=3, turns=True),
+        replace(_QUIET, turns=True, q_buffers=2),
+    ),
+    128: (
+        replace(_QUIET, turns=True, q_buffers=2),
+        replace(_QUIET, q_buffers=2),
+        replace(_QUIET, turns=True),
+        _BEST,
+    ),
+    256: (replace(_QUIET, turns=True), _QUIET, replace(_BEST, block_n=64)),
+}
 _ATOMIC = HopperBwdConfig(dq="atomic")
 _KERNEL = HopperBwdConfig(dq="kernel")
 _BWD_STARTS: dict[int, tuple[HopperBwdConfig, ...]] = {
@@ -115,8 +131,12 @@ def starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConf
         return []
     dim = max(spec.head_dim, spec.head_dim_v)
     table: dict[int, Any] = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
+    if spec.is_fp8:
+        table = _FP8_STARTS
     named: list[HopperConfig] = list(table[min(size for size in table if dim <= size)])
-    if bucket.direction == "fwd" and dim <= 64 and 0 < bucket.seqlen_q <= SHORT:
+    if spec.is_fp8 and dim <= 64 and 0 < bucket.seqlen_q <= SHORT:
+        named.sort(key=lambda config: config.block_m > 2 * ROWS)  # more rows fill fewer SMs
+    elif bucket.direction == "fwd" and dim <= 64 and 0 < bucket.seqlen_q <= SHORT:
         named.sort(key=_waits_between_rows)
     elif bucket.direction == "fwd" and 64 < dim <= 128 and bucket.seqlen_q > LONG:
         named.sort(key=_takes_turns)

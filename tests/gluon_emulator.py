@@ -6,7 +6,7 @@ the other, as the Python that they are: their globals are replaced by stand-ins,
 kernels of the same plan run in Triton's interpreter.
 
 What is modelled, and found wrong: see `gluon_machine` (partitions, barriers, races, TMA, wgmma),
-`gluon_tensors` (rounding, integers, bounds of global memory) and `gluon_ptx`. A product of 16-bit
+`gluon_tensors` (rounding, integers, bounds of global memory) and `gluon_ptx`. A product of narrow
 values is a float32 product of the rounded values. Not modelled: whether Gluon compiles the file;
 layouts are compared where operations need equal ones, but most of what the compiler refuses
 passes.
@@ -411,15 +411,21 @@ def _check_mma(a: Any, b: Any, acc: Tensor) -> None:
     shapes = (a.shape[0], b.shape[1]), a.shape[1]
     if shapes != (tuple(acc.shape), b.shape[0]):
         raise Fault(f"wgmma of {a.shape} and {b.shape} into {acc.shape}")
+    layout, is_fp8 = acc.layout, a.dtype.name in gluon_tensors.FP8
+    both_fp8 = is_fp8 and b.dtype.name in gluon_tensors.FP8
     if (
-        a.dtype is not b.dtype
+        not (a.dtype is b.dtype or both_fp8)
         or a.dtype.name not in gluon_tensors.NARROW
         or acc.dtype is not real.float32
     ):
         raise Fault(f"wgmma of {a.dtype} and {b.dtype} into {acc.dtype}")
-    if isinstance(a, Tensor) and a.layout != DotOperandLayout(0, acc.layout, 2):
-        raise Fault(f"wgmma's a is in {a.layout}, the result in {acc.layout}")
-    layout = acc.layout
+    if isinstance(a, Tensor) and a.layout != DotOperandLayout(0, layout, 4 if is_fp8 else 2):
+        raise Fault(f"wgmma's a is in {a.layout}, the result in {layout}")
+    if is_fp8:
+        if layout.instr_shape[2] != 32 or a.shape[1] % 32:
+            raise Fault(f"wgmma of FP8 takes 32 columns of a, got {a.shape} in {layout}")
+        if b.data.strides[0] > b.data.strides[1]:
+            raise Fault("wgmma of FP8 needs the rows of b next to each other in shared memory")
     rows, warps = acc.shape[0], _machine.current.num_warps
     if np.prod(layout.warps_per_cta) != warps or rows % (16 * layout.warps_per_cta[0]):
         raise Fault(f"wgmma into {rows} rows by {warps} warps in {layout}")

@@ -1,8 +1,9 @@
 """Values of an emulated Gluon kernel: tensors, pointers, shared memory, descriptors, accumulators.
 
-Values of 16-bit floats are kept in float32, rounded. A float32 product that is added to something
-is rounded once, as the compiler makes it one instruction. Integers divide as in C. Layouts are
-carried along and must agree where Gluon wants it, but say nothing about where a value lies.
+Values of 16-bit floats and of FP8 are kept in float32, rounded. A float32 product that is added to
+something is rounded once, as the compiler makes it one instruction. Integers divide as in C.
+Layouts are carried along and must agree where Gluon wants it, but say nothing about where a value
+lies.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from triton.experimental.gluon.language._layouts import (
 )
 
 # By name: dtypes hash and compare slowly, and are singletons.
-NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FP8 = {"fp8e4nv": torch.float8_e4m3fn, "fp8e5": torch.float8_e5m2}
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, **FP8}
 NUMPY = {
     real.int1.name: np.bool_,
     real.int8.name: np.int8,
@@ -39,6 +41,8 @@ NUMPY = {
     real.float32.name: np.float32,
     real.bfloat16.name: np.float32,
     real.float16.name: np.float32,
+    real.float8e4nv.name: np.float32,
+    real.float8e5.name: np.float32,
 }
 GLUON = {
     torch.bool: real.int1,
@@ -47,15 +51,21 @@ GLUON = {
     torch.float32: real.float32,
     torch.bfloat16: real.bfloat16,
     torch.float16: real.float16,
+    torch.float8_e4m3fn: real.float8e4nv,
+    torch.float8_e5m2: real.float8e5,
 }
 
 IN_FLIGHT = "the result of a wgmma is used before its wait"
 
 
 def rounded(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """float32 data rounded to a 16-bit dtype; other dtypes are converted."""
+    """float32 data rounded to a narrower dtype, of 8 bits so that it saturates; other dtypes are
+    converted."""
     if dtype.name in NARROW:
         wide = torch.from_numpy(np.array(data, np.float32))
+        if dtype.name in FP8:
+            most = torch.finfo(FP8[dtype.name]).max
+            wide = wide.clamp(-most, most)
         return wide.to(NARROW[dtype.name]).float().numpy()
     return np.asarray(data).astype(NUMPY[dtype.name], copy=False)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,9 +22,10 @@ from torch import Tensor
 import attngen
 from attngen import calls, kernel, reference
 from attngen.config import KernelConfig
+from attngen.fp8 import Quantized, spread
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.render import direction_of, render
-from attngen.spec import AttentionSpec
+from attngen.spec import DESCALES, AttentionSpec
 
 UNWRITTEN = 12345.0
 """In results before a launch: a NaN in lse would have a meaning."""
@@ -314,6 +316,145 @@ def test_forward_hidden_nan(emitted: Any) -> None:
         torch.testing.assert_close(out[:, :, :40], clean[0][:, :, :40], atol=2e-2, rtol=0)
         torch.testing.assert_close(lse[:, :, :40], clean[1][:, :, :40], atol=1e-4, rtol=0)
         assert out[:, :, 40:].isnan().all()
+
+
+# FP8: V is transposed by a kernel of its own, P is rounded too
+
+
+def fp8_inputs(spec: AttentionSpec, *sizes: Any, spread_out: float = 1.0) -> Quantized:
+    """Operands, each 64 rows of another size, up to `spread_out`-fold."""
+    wide = replace(spec, dtype="float32", fp8_scale=None)
+    made = []
+    for x in inputs(wide, *sizes)[:3]:
+        generator = torch.Generator().manual_seed(x.shape[2])
+        steps = torch.rand(*x.shape[:2], -(-x.shape[2] // 64), 1, generator=generator)
+        made.append(x * spread_out ** steps.repeat_interleave(64, 2)[:, :, : x.shape[2]])
+    return attngen.quantize(*made, dtype=spec.dtype, scale=spec.fp8_scale or "tensor")
+
+
+def fp8_forward(
+    module: ModuleType,
+    spec: AttentionSpec,
+    found: Quantized,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    goes_again: bool = False,
+) -> tuple[Tensor, Tensor]:
+    q, k, v, *descales = found
+    out, lse = unwritten(q, spec.head_dim_v, dtype), torch.full(q.shape[:3], UNWRITTEN)
+    v_t = calls.transposed(v).make(v).fill_(float("nan"))
+    numbers = numbers_of(spec, q.shape[2], k.shape[2]) | dict(zip(DESCALES, descales, strict=True))
+    *first, again = module.plan(q, k, v, out, lse, v_t, **numbers)
+    run(first, seed)
+    assert bool(lse.isnan().any()) == goes_again
+    run([again], seed)
+    return out, lse
+
+
+def assert_fp8_forward(
+    spec: AttentionSpec, found: Quantized, out: Tensor, lse: Tensor, within: float = 4e-2
+) -> None:
+    """As good as PyTorch with P in FP8, and out within some percent on the whole."""
+    pairs = zip(found[:3], found[3:], strict=True)
+    q, k, v = (x.double() * spread(descale, x) for x, descale in pairs)
+    want = reference.attention(spec, q, k, v)
+    yard = reference.yardstick(spec, q, k, v, torch.bfloat16)
+    for name, actual, wanted, about, eps in (
+        ("out", out, want[0], yard[0], torch.finfo(torch.bfloat16).eps),
+        ("lse", lse, want[1], yard[1], torch.finfo(torch.float32).eps),
+    ):
+        verdict = reference.judge(actual, wanted, about, eps)
+        assert verdict.ok, f"{name}: {verdict.detail}"
+    assert (out - want[0]).norm() < within * want[0].norm()
+
+
+E4M3, E5M2 = {"dtype": "float8_e4m3fn"}, {"dtype": "float8_e5m2"}
+QUIET = {"overlap": False}
+FP8_FORWARD = [
+    pytest.param(64, {"fp8_scale": "tensor", **E4M3}, (150,), {}, id="tensor"),
+    pytest.param(
+        64,
+        {"fp8_scale": "head", "causal": True, **E5M2},
+        (200, None, (4, 2), 2),
+        {**QUIET, "turns": True},
+        id="head-causal-e5m2",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "block", "causal": True, **E4M3},
+        (200, 450, (2, 1)),
+        {**QUIET, "consumers": 3, "turns": True, "q_buffers": 2},
+        id="block-causal-3-consumers",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "block", "window": (200, 9), "softcap": 2.0, **E4M3},
+        (130, 400),
+        {"block_n": 32},
+        id="block-window-softcap",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "head", "softcap": 2.0, **E4M3},
+        (70,),
+        {"q_in_registers": True, **QUIET},
+        id="head-softcap",
+    ),
+    pytest.param((128, 64), {"fp8_scale": "block", **E4M3}, (65, 300), QUIET, id="d128-v64"),
+    pytest.param(
+        256, {"fp8_scale": "tensor", "causal": True, **E4M3}, (130,), QUIET, id="d256-causal"
+    ),
+]
+
+
+@pytest.mark.parametrize(("dim", "options", "sizes", "knobs"), FP8_FORWARD)
+@pytest.mark.parametrize("conditional", [True, False])
+def test_fp8_forward(
+    emitted: Any, dim: Any, options: Any, sizes: Any, knobs: Any, conditional: bool
+) -> None:
+    spec = spec_of(dim, **options)
+    config = HopperFwdConfig(**knobs, conditional_rescale=conditional)
+    found = fp8_inputs(spec, *sizes, spread_out=4.0 if spec.has_block_scales else 1.0)
+    assert_fp8_forward(spec, found, *fp8_forward(emitted(spec, config), spec, found))
+
+
+@pytest.mark.parametrize("scale", ["tensor", "block"])
+def test_fp8_forward_rising_scores(emitted: Any, scale: str) -> None:
+    """Maxima that rise by less and by more than what conditional rescaling lets pass."""
+    spec = spec_of(64, fp8_scale=scale, **E4M3)
+    q, k, v, _ = inputs(replace(spec, dtype="float32", fp8_scale=None), 130, 300)
+    q, k = q.abs() * 3, k.abs() * torch.linspace(1, 0.05, 300)[:, None]
+    found = attngen.quantize(q, k, v, scale=scale)
+    module = emitted(spec, HopperFwdConfig(block_n=32))
+    assert_fp8_forward(spec, found, *fp8_forward(module, spec, found))
+
+
+def test_fp8_forward_many_small_weights(emitted: Any) -> None:
+    """One key outweighs each of the others 2^10-fold, and all of them together not."""
+    spec = spec_of(64, fp8_scale="tensor", softmax_scale=1.0, **E4M3)
+    q, k, v, _ = inputs(replace(spec, dtype="float32", fp8_scale=None), 64, 1500)
+    q, k = torch.full_like(q, 0.5), torch.full_like(k, 0.0)
+    k[:, :, -1] = 7.0 / 32
+    found = attngen.quantize(q, k, v.abs())
+    module = emitted(spec, HopperFwdConfig(overlap=False))
+    assert_fp8_forward(spec, found, *fp8_forward(module, spec, found))
+
+
+@pytest.mark.parametrize("scale", ["head", "block"])
+def test_fp8_forward_goes_again(emitted: Any, scale: str) -> None:
+    """NaN behind a mask, and logits so large that they want care; out in float32."""
+    spec = spec_of(64, fp8_scale=scale, causal=True, softmax_scale=1e3, **E4M3)
+    found = fp8_inputs(spec, 150)
+    found.v[:, :, 149] = float("nan")
+    module = emitted(spec, HopperFwdConfig())
+    out, lse = fp8_forward(module, spec, found, dtype=torch.float32, goes_again=True)
+    assert out[:, :, 149].isnan().all() and lse[:, :, :149].isfinite().all()
+    found.v[:, :, 149] = 0.0
+    pairs = zip(found[:3], found[3:], strict=True)
+    q, k, v = (x.double() * spread(descale, x) for x, descale in pairs)
+    want, _ = reference.attention(spec, q, k, v)
+    torch.testing.assert_close(out[:, :, :149], want[:, :, :149].float(), atol=2e-2, rtol=0)
 
 
 def shards(step: int) -> Iterator[tuple[slice, dict[str, int]]]:

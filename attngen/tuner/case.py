@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.calls import transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
@@ -45,6 +46,8 @@ class Case:
     dq_sum: Tensor | None = None
     descales: tuple[Tensor, ...] = ()
     """Of q, k and v, if these are FP8."""
+    v_t: Tensor | None = None
+    """Scratch of the hopper lowering for these."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -78,7 +81,8 @@ class Case:
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
         if config.direction == "fwd":
-            return self.q, self.k, self.v, self.out, self.lse
+            scratch = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
+            return self.q, self.k, self.v, self.out, self.lse, *scratch
         scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
         grads = (self.dq, self.dk, self.dv)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch
@@ -90,7 +94,7 @@ class Case:
 
     def spoil(self, config: KernelConfig) -> None:
         """Fill what the kernel must write with NaN, so that stale results pass no check."""
-        written = [self.rows, self.dq_sum, *self.results(config).values()]
+        written = [self.rows, self.dq_sum, self.v_t, *self.results(config).values()]
         for tensor in written:
             if tensor is not None:
                 tensor.fill_(float("nan"))
@@ -152,6 +156,7 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
         lse=numbers(batch, heads, rows),
         seed=torch.full((1,), SEED, dtype=torch.int64, device=device),
         descales=descales,
+        v_t=transposed(v).make(v) if spec.is_fp8 else None,
         **named,
     )
 
