@@ -80,6 +80,21 @@ def test_fp8_compiles_for_hopper() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("scale", ["tensor", "head", "block"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_fp8_starts_of_the_hopper_lowering_compile(dim: int, scale: str) -> None:
+    spec = AttentionSpec(head_dim=dim, dtype="float8_e4m3fn", fp8_scale=scale, causal=True)
+    sizes = Workload(1, 8, 2, 4096, 4096)
+    first, *_ = hopper_space.starts(
+        spec, spec_bucket("fwd", spec, sizes), gpus.by_name("nvidia_h200")
+    )
+    line = {"spec": spec.key, "direction": "fwd", "config": first.as_dict()}
+    found = compile_all(90, [{**line, "workload": str(sizes)}])
+    _assert_compiled([line], found)
+    assert not any(kernel["serialised_wgmma"] for kernel in found[0]["kernels"])
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize(
     ("capability", "tiles"),

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -457,6 +457,31 @@ def test_fp8_forward_goes_again(emitted: Any, scale: str) -> None:
     torch.testing.assert_close(out[:, :, :149], want[:, :, :149].float(), atol=2e-2, rtol=0)
 
 
+def test_fp8_call_brings_memory_for_v(emitted: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole call, with the emulator in place of a GPU; the second time as it was remembered."""
+    spec = spec_of(64, fp8_scale="head", causal=True, **E4M3)
+    config = HopperFwdConfig(overlap=False)
+    module = emitted(spec, config)
+
+    def prepared(numbers: dict[str, Any], keywords: tuple[str, ...]) -> Any:
+        def launch(tensors: tuple[Tensor, ...]) -> None:
+            at = len(tensors) - len(keywords)
+            named = dict(zip(keywords, tensors[at:], strict=True))
+            run(module.plan(*tensors[:at], **named, **numbers))
+
+        return launch
+
+    fake = SimpleNamespace(config=config, prepared=prepared)
+    resolved = SimpleNamespace(kernel=fake, by_pointer=None)
+    monkeypatch.setattr(calls, "resolve", lambda *given: resolved)
+    monkeypatch.setattr(calls, "_CALLS", {})
+    found = fp8_inputs(spec, 150, 70, (2, 1))
+    scales = dict(zip(DESCALES, found[3:], strict=True))
+    for _ in range(2):
+        out, lse = attngen.attention(*found[:3], causal=True, return_lse=True, **scales)
+        assert_fp8_forward(spec, found, out, lse)
+
+
 def shards(step: int) -> Iterator[tuple[slice, dict[str, int]]]:
     for start in range(step):
         yield slice(start, None, step), {"start": start, "step": step}
@@ -765,6 +790,23 @@ WIDE_FAULTS = {
 }
 
 
+FP8_FAULTS = {
+    "keys in another order": ("permute((0, 1, 3, 2, 4))", "permute((0, 1, 2, 3, 4))"),
+    "V in another order": ("i // 2 * 8 + i % 2", "i"),
+    "tail of V unwritten": (
+        "tl.store(v_t_words + (rows[:, None] + words[None, :]), tl.trans(packed))",
+        "pass",
+    ),
+    "sums with V's scale": ("gl.sum(p, 1) / v_part", "gl.sum(p, 1)"),
+    "P without V's scale": ("BITS + gl.log2(v_part)", "BITS"),
+    "acc in old units": ("alpha *= old_unit / v_unit", "pass"),
+    "lse with P's scale": ("lse -= P_BITS - RISE if CONDITIONAL_RESCALE else P_BITS", "pass"),
+    "scales of the tile before": ("k_scale = next_k_scale", "pass"),
+    "scale of the first block": ("gl.minimum(start_m, seqlen_q - 1) // SCALE_ROWS", "0"),
+    "scale of another head": ("at = head // group_size", "at = 0"),
+}
+
+
 def changes(fault: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     yield from zip(fault[::2], fault[1::2], strict=True)
 
@@ -781,6 +823,15 @@ def test_fault_in_forward_is_noticed(emitted: Any, fault: str) -> None:
     module = emitted(spec, config, *changes(FWD_FAULTS[fault]))
     with pytest.raises((Fault, AssertionError)):
         assert_forward(spec, q, k, v, *forward(module, spec, q, k, v))
+
+
+@pytest.mark.parametrize("fault", FP8_FAULTS)
+def test_fault_in_fp8_forward_is_noticed(emitted: Any, fault: str) -> None:
+    spec = spec_of(64, fp8_scale="block", **E4M3)
+    found = fp8_inputs(spec, 200, 450, (4, 2), spread_out=4.0)
+    module = emitted(spec, HopperFwdConfig(overlap=False), *changes(FP8_FAULTS[fault]))
+    with pytest.raises((Fault, AssertionError)):
+        assert_fp8_forward(spec, found, *fp8_forward(module, spec, found))
 
 
 @pytest.mark.parametrize(

@@ -42,6 +42,7 @@ D128 = AttentionSpec(head_dim=128, deterministic=False)
 FWD, BWD = HopperFwdConfig(), HopperBwdConfig()
 QUIET = replace(FWD, overlap=False)
 WIDE = {"head_dim": 256}
+FP8 = {"dtype": "float8_e4m3fn", "fp8_scale": "block"}
 
 
 def bucket_of(direction: Direction, spec: AttentionSpec = D128, seqlen: int = 4096) -> Bucket:
@@ -137,12 +138,13 @@ def test_a_record_refuses_a_wrong_config(named: dict[str, Any], words: str) -> N
         ({}, A100, "needs sm_90, nvidia_a100 is sm_80"),
         ({}, B200, "needs sm_90, nvidia_b200 is sm_100"),
         ({}, INTERPRETER, "needs sm_90, interpreter is interpreter"),
-        ({"dtype": "float32"}, H200, "16-bit dtype, got dtype=float32"),
+        ({"dtype": "float32"}, H200, "a dtype of 16 or 8 bits, got dtype=float32"),
         ({"dropout_p": 0.1}, H200, "no dropout"),
         ({"head_dim": 40}, H200, "head_dim of one or two powers of two, 256 at most"),
         ({"head_dim": 224}, H200, "got 224"),
         ({"head_dim": 320}, H200, "got 320"),
         ({"head_dim_v": 72}, H200, "head_dim_v of one or two"),
+        ({"head_dim": 96, **FP8}, H200, "head_dim of 64, 128 or 256 for FP8, got 96"),
     ],
 )
 def test_why_it_cannot_serve(
@@ -185,11 +187,22 @@ def test_another_triton_is_served_by_the_portable_lowering() -> None:
             "above 128 columns one of whole 64s",
         ),
         ({"deterministic": True}, replace(BWD, dq="atomic"), "deterministic=true"),
+        (FP8, replace(FWD, block_n=256), "block_n=256 must be at most 128"),
+        (FP8, replace(FWD, out_in_q=True), "q and out of one dtype, and q is FP8"),
+        ({**FP8, "head_dim": 256}, FWD, "about 253 registers a thread"),
     ],
 )
 def test_why_a_config_cannot_serve(fields: dict[str, Any], one: KernelConfig, words: str) -> None:
     spec = AttentionSpec(**{"head_dim": 128, **fields})
     assert words in "; ".join(infeasible(spec, one, H200))
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_fp8_starts_do_not_overlap(dim: int) -> None:
+    spec = AttentionSpec(head_dim=dim, **FP8)
+    first, *others = hopper_space.starts(spec, bucket_of("fwd", spec), H200)
+    assert others and isinstance(first, HopperFwdConfig)
+    assert not first.overlap and first.turns and first.block_n == 128
 
 
 # ---- the hash of the templates -----------------------------------------------------------------

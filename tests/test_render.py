@@ -15,7 +15,7 @@ from test_spec import BASE, CHANGES
 
 from attngen import hopper
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
-from attngen.hopper import HopperBwdConfig, HopperFwdConfig
+from attngen.hopper import HopperBwdConfig, HopperFwdConfig, unserved_anywhere
 from attngen.kernel import file_name
 from attngen.render import (
     direction_of,
@@ -115,7 +115,8 @@ def _every_text() -> Iterator[tuple[AttentionSpec, KernelConfig]]:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
             yield spec, config
     for spec in FP8_MATRIX:
-        for config in structural_variants("fwd"):
+        hopper = [] if unserved_anywhere(spec) else hopper_variants(spec, "fwd")
+        for config in (*structural_variants("fwd"), *hopper):
             yield spec, config
     for spec in HOPPER_MATRIX:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):

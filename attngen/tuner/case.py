@@ -81,8 +81,8 @@ class Case:
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
         if config.direction == "fwd":
-            scratch = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
-            return self.q, self.k, self.v, self.out, self.lse, *scratch
+            made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
+            return self.q, self.k, self.v, self.out, self.lse, *made
         scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
         grads = (self.dq, self.dk, self.dv)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch

@@ -258,8 +258,9 @@ def attn_fwd(
     stride_ks = whole(stride_ks)
     v_head = v_ptr + batch * whole(stride_vb) + head_kv * whole(stride_vh)
     stride_vs = whole(stride_vs)
-    at = batch * (num_heads_q // group_size) + head_kv
-    descale = tl.load(q_descale_ptr + at * tl.cdiv(seqlen_q, SCALE_ROWS) + start_m // SCALE_ROWS)
+    at = head // group_size  # batch * num_heads_kv + head_kv
+    block = start_m // SCALE_ROWS
+    descale = tl.load(q_descale_ptr + at * tl.cdiv(seqlen_q, SCALE_ROWS) + block)
     k_scales = k_descale_ptr + at * tl.cdiv(seqlen_k, SCALE_ROWS)
     v_scales = v_descale_ptr + at * tl.cdiv(seqlen_k, SCALE_ROWS)
     exp_scale *= descale
