@@ -11,13 +11,15 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from attngen import gpu as gpus
-from attngen import paths
+from attngen import lowering, paths
+from attngen.errors import SpecError
 
 TORCH_OLDEST = (2, 11)
 TRITON_OLDEST, TRITON_BEYOND = (3, 6), (3, 10)
@@ -260,7 +262,23 @@ def environment() -> list[Finding]:
     found = " ".join(f"{name}={value}" for name, value in values.items())
     odd = [n for n, v in values.items() if n.endswith("_INTERPRET") and v not in ("0", "1")]
     advice = f"{' and '.join(odd)}: only 1 switches it on" if odd else ""
-    return [Finding("environment", "note", found, advice)] if values else []
+    findings = [Finding("environment", "note", found, advice)] if values else []
+    try:
+        lowering.forced()
+    except SpecError as error:
+        findings.append(Finding("lowering", "problem", str(error), f"unset {lowering.SWITCH}"))
+    return findings
+
+
+@contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Within, an environment variable is not set."""
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 def small_call() -> Finding:
@@ -277,7 +295,8 @@ def small_call() -> Finding:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="attngen: no CUDA device")
-            wrong = [each for each in verify(spec, [sizes], DIRECTIONS, device) if not each.ok]
+            with _without(lowering.SWITCH):  # float32 needs the portable one
+                wrong = [x for x in verify(spec, [sizes], DIRECTIONS, device) if not x.ok]
     except Exception as error:  # whatever is broken here is what the user came to hear
         return failure("small call", error)
     if wrong:

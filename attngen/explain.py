@@ -134,7 +134,7 @@ def explain_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Explan
     for choice in made.choices:
         notes = list(choice.notes)
         config = choice.config
-        if not addressable(q, k, v):
+        if not addressable(*(aligned(x) for x in (q, k, v))):
             config = lowering.by_pointer(choice.spec, config, choice.bucket, where)
         if config != choice.config:
             was = choice.config

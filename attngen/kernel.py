@@ -9,10 +9,12 @@ import os
 import sys
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from attngen.config import KernelConfig
@@ -146,13 +148,31 @@ class Kernel:
             KernelCompileError: names the file, the line and the spec.
         """
         try:
-            plan = self.module.plan(*tensors, **numbers)
+            plan = self.plan(*tensors, **numbers)
             if self.interpret:
                 _run_interpreted(plan)
             else:
                 launch(plan)
         except Exception as error:
             raise explained(error, self.path, self.spec) from error
+
+    def plan(self, *tensors: Any, **numbers: Any) -> list[Any]:
+        """The launches of a call, as the emitted file plans them.
+
+        The hopper lowering's plan() makes a table of work, which outlives the call. A graph's
+        memory pool belongs to the thread that fills it (CUDA-graph trees warm up in one), so that
+        such a plan is made in another.
+        """
+        if self.config.lowering != "hopper" or not torch.cuda.is_available():
+            return list(self.module.plan(*tensors, **numbers))
+        device = torch.cuda.current_device()
+
+        def planned() -> list[Any]:
+            torch.cuda.set_device(device)
+            return list(self.module.plan(*tensors, **numbers))
+
+        with ThreadPoolExecutor(max_workers=1) as thread:
+            return thread.submit(planned).result()
 
     def prepared(self, numbers: dict[str, Any], keywords: tuple[str, ...] = ()) -> Prepared:
         """What runs the plan with these numbers, for tensors that all lie the same way.
@@ -184,7 +204,7 @@ class Prepared:
             if self._bound is None:
                 apart = tuple(None if x is None else x.detach() for x in tensors)  # q may be k
                 positional, named = self._split(apart)
-                plan = self._kernel.module.plan(*positional, **named, **self._numbers)
+                plan = self._kernel.plan(*positional, **named, **self._numbers)
                 self._bound = bind(plan, apart)
             else:
                 self._bound(tensors)

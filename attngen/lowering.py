@@ -58,7 +58,8 @@ def refusal(config: KernelConfig) -> list[str]:
 
 
 def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
-    """What runs if nothing was measured: the hopper lowering's best guess where it serves.
+    """What runs if nothing was measured: the hopper lowering's best guess where it serves, but for
+    FP8, which has not run on a GPU yet.
 
     Raises:
         UnsupportedSpecError: as `required`.
@@ -67,9 +68,16 @@ def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
     wanted = required(spec, gpu)
     if wanted == "hopper":
         return hopper_space.default(spec, bucket, gpu)
-    if wanted is None and (guesses := hopper_space.candidates(spec, bucket, gpu)):
-        return guesses[0]
-    return default_config(spec, bucket, gpu)
+    guesses = [] if wanted or spec.is_fp8 else hopper_space.candidates(spec, bucket, gpu)
+    return guesses[0] if guesses else default_config(spec, bucket, gpu)
+
+
+def surpasses(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo) -> bool:
+    """Is the default hopper's, and better, by all that was measured, than a portable config that
+    was chosen elsewhere or not measured?"""
+    if config.lowering == "hopper" or forced() is not None:
+        return False
+    return default(spec, bucket, gpu).lowering == "hopper"
 
 
 def by_pointer(
@@ -85,14 +93,16 @@ def by_pointer(
 def notes(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo) -> list[str]:
     """Readable lines: which lowering serves, and why not the other."""
     lowering = forced()
-    if lowering is not None:
-        return [f"lowering={lowering}, because {SWITCH} says so"]
+    lines = [] if lowering is None else [f"lowering={lowering}, because {SWITCH} says so"]
     if config.lowering == "hopper":
         instead = by_pointer(spec, config, bucket, gpu)
         return [
+            *lines,
             "tensors that TMA cannot address, and a first call of its sizes while a CUDA graph is "
-            f"captured, are served by {instead.key}"
+            f"captured, are served by {instead.key}",
         ]
+    if lines:
+        return lines
     if gpu.arch != hopper.ARCH:
         return []
     why = hopper.unserved(spec, gpu)

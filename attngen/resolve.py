@@ -58,9 +58,15 @@ def find(
         found = Found(record=None, tier="default", why=["Triton's interpreter is not tuned"])
     else:
         found = _look_up(spec, key, bucket, gpu, refused or {})
-    if found.record is not None:
-        return found.record.kernel_config, found, key
-    return lowering.default(spec, bucket, gpu), found, key
+    if found.record is None:
+        return lowering.default(spec, bucket, gpu), found, key
+    config = found.record.kernel_config
+    is_guess = found.record.origin == "predicted" or found.tier not in EXACT_TIERS
+    if is_guess and lowering.surpasses(spec, config, bucket, gpu):
+        why = f"{config.key} was not compared with lowering=hopper, whose default goes first"
+        found = Found(record=None, tier="default", why=[*found.why, why])
+        return lowering.default(spec, bucket, gpu), found, key
+    return config, found, key
 
 
 def _look_up(

@@ -87,7 +87,7 @@ def _verify(
     def results(kind: Kind) -> list[Tensor]:
         wide = torch.float64 if kind == "oracle" else given.dout.dtype
         as_given = kind == "kernel" and spec.is_fp8
-        leaves = [x.clone() if as_given else x.to(wide) for x in (given.q, given.k, given.v)]
+        leaves = [x.clone() if as_given else x.to(wide, copy=True) for x in given[:3]]
         for leaf in leaves:
             leaf.requires_grad_(backward)
             leaf.grad_dtype = wide

@@ -10,15 +10,12 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from attngen import AttentionSpec, Workload
-from attngen.cli import COMMANDS
-from attngen.config import CONFIG_CLASSES, default_config, parse
+from attngen.cli import COMMANDS, main
+from attngen.config import CONFIG_CLASSES, parse
 from attngen.doctor import VARIABLES
-from attngen.gpu import by_name
-from attngen.render import render
 from attngen.spec import FIELDS
-from attngen.workload import spec_bucket
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
@@ -98,10 +95,8 @@ def test_readme_example_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 def test_readme_kernel_is_what_is_emitted():
     (excerpt,) = code(section("A kernel"), "python")
-    spec = AttentionSpec(head_dim=128, dtype="bfloat16", causal=True)
-    h200 = by_name("nvidia_h200")
-    bucket = spec_bucket("fwd", spec, Workload(1, 16, 16, 4096, 4096))
-    text = render(spec, default_config(spec.text, bucket, h200))
+    (command,) = re.findall(r"printed by `attngen (emit .*?)`", section("A kernel"))
+    text = CliRunner().invoke(main, command.split()).stdout
     now = text[text.index("        s = score(") : text.index("        m_i = m_new\n")]
     assert excerpt in text, f"README shows an older kernel; the loop reads now:\n{now}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -158,3 +159,16 @@ def test_doctor_command(monkeypatch: pytest.MonkeyPatch) -> None:
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 1
     assert "-> z" in result.stdout
+
+
+def test_the_switch_of_lowerings_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_LOWERING", "Hopper")
+    (found,) = [each for each in doctor.environment() if each.state == "problem"]
+    assert "must be hopper or triton, got 'Hopper'" in found.found
+    assert found.advice == "unset ATTNGEN_LOWERING"
+
+
+def test_the_small_call_needs_no_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNGEN_LOWERING", "hopper")
+    assert doctor.small_call().state == "ok"
+    assert os.environ["ATTNGEN_LOWERING"] == "hopper"

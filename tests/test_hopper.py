@@ -148,7 +148,11 @@ def assert_forward(
 FORWARD = [
     pytest.param(64, {}, (200, None, (2, 1)), {}, id="d64"),
     pytest.param(
-        64, {"causal": True}, (200, None, (2, 1)), {"consumers": 3, "turns": True}, id="d64-causal"
+        64,
+        {"causal": True},
+        (200, None, (2, 1)),
+        {"consumers": 3, "turns": True, "overlap": False},
+        id="d64-causal",
     ),
     pytest.param(96, {"causal": True}, (130, None, (2, 1)), {}, id="d96-causal"),
     pytest.param(128, {}, (256,), {}, id="d128"),
@@ -192,7 +196,7 @@ KNOBS = [
     {"turns": True},
     {"q_in_registers": True, "overlap": False, "block_n": 64},
     {"q_buffers": 2},
-    {"q_buffers": 2, "turns": True, "consumers": 3},
+    {"q_buffers": 2, "turns": True, "consumers": 3, "overlap": False},
     {"out_in_q": True},
     {"out_in_q": True, "q_in_registers": True, "block_n": 64},
     {"out_in_q": True, "q_buffers": 2},
@@ -240,15 +244,6 @@ def test_forward_strides(emitted: Any) -> None:
     module = emitted(spec, fwd_config(spec))
     assert_forward(spec, q, k, v, *forward(module, spec, q, k, v, out=out[..., :96]))
     assert (out[..., 96] == torch.tensor(UNWRITTEN, dtype=q.dtype)).all()
-
-
-@pytest.mark.parametrize(("rows", "keys"), [(0, 5), (5, 0)])
-def test_forward_no_rows_or_no_keys(rows: int, keys: int) -> None:
-    """Nothing is planned for these: descriptors cannot be empty."""
-    q, k, v, _ = inputs(spec_of(64), rows, keys)
-    out, lse = calls.forward(spec_of(64).text_key, q, k, v, (), (0.125,), (0,))
-    assert out.shape == q.shape and not out.any()
-    assert lse.shape == q.shape[:3] and (lse == float("-inf")).all()
 
 
 def rising(
@@ -606,7 +601,7 @@ BOTH = pytest.mark.parametrize("dq", ["kernel", "atomic"])
 
 def bwd_config(spec: AttentionSpec, **options: Any) -> HopperBwdConfig:
     """A config that fits the spec's head dims into shared memory."""
-    usual = {"dq_block_n": 32} if spec.head_dim > 192 else {}
+    usual = {"dq_v_stages": 1} if spec.head_dim > 192 else {}
     return HopperBwdConfig(**usual | options)
 
 
@@ -692,6 +687,31 @@ def test_backward_hidden_nan(emitted: Any, dq: str) -> None:
         tainted[:, :, 40] = kept
         torch.testing.assert_close(dq_[:, :, :40], clean[0][:, :, :40], atol=2e-2, rtol=0)
         assert dq_[:, :, 40:].isnan().all()
+
+
+@BOTH
+def test_backward_value_that_no_query_sees(emitted: Any, dq: str) -> None:
+    """NaN there meets P = 0 of all queries, also of the rows past the end."""
+    spec = spec_of(64, causal="top_left")
+    q, k, v, do = inputs(spec, 65, 300)
+    v[:, :, 100] = 0.0
+    results_of = reference.attention(spec, q, k, v)
+    module = emitted(spec, bwd_config(spec, dq=dq))
+    want = backward(module, spec, q, k, v, do, results_of=results_of)
+    v[:, :, 100] = float("nan")
+    got = backward(module, spec, q, k, v, do, results_of=results_of)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+
+
+@BOTH
+def test_backward_keys_past_the_end(emitted: Any, dq: str) -> None:
+    """Their K is zero; where all scores are far below zero, their P would overflow."""
+    spec = spec_of(64, causal="top_left", softmax_scale=1.0)
+    q, k, v, do = inputs(spec, 300, 65)
+    q, k = q.abs() * 2, -k.abs() * 2
+    got = backward(emitted(spec, bwd_config(spec, dq=dq)), spec, q, k, v, do)
+    assert_backward(spec, q, k, v, do, got)
 
 
 @BOTH

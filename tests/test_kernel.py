@@ -7,18 +7,43 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+import torch
 from support import SMALL_BWD, SMALL_FWD, python
 
 from attngen import kernel
 from attngen.config import BwdConfig, KernelConfig
 from attngen.errors import KernelCompileError
+from attngen.hopper import HopperFwdConfig
 from attngen.render import render
 from attngen.spec import AttentionSpec
 
 SPEC = AttentionSpec(head_dim=16, dtype="float32", causal=True)
+
+
+def test_a_table_of_work_is_made_in_no_graphs_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool belongs to the thread that fills it, as CUDA-graph trees do in their warm-up."""
+    seen: list[int] = []
+
+    def plan(*tensors: Any, **numbers: Any) -> list[Any]:
+        seen.append(threading.get_ident())
+        return [(tensors, numbers)]
+
+    one = object.__new__(kernel.Kernel)
+    one.config = HopperFwdConfig()
+    one.module = cast(Any, SimpleNamespace(plan=plan))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: seen.append(device))
+    assert one.plan(1, two=2) == [((1,), {"two": 2})]
+    device, thread = seen
+    assert device == 3 and thread != threading.get_ident()
+    one.config = SMALL_FWD
+    one.plan()
+    assert seen[2:] == [threading.get_ident()]
 
 
 def test_file_name_is_readable_and_ends_in_a_hash_of_the_text(tmp_path: Path) -> None:

@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from samples import MEASURED
+from click.testing import CliRunner
+from samples import MEASURED, PREDICTED
 
-from attngen import calls, config, hopper, hopper_space, identity, lowering, resolve
+from attngen import calls, config, hopper, hopper_space, lowering, resolve
+from attngen.cli import main
 from attngen.config import BwdConfig, FwdConfig, KernelConfig, default_config, infeasible
 from attngen.errors import NoFeasibleConfigError, SpecError, StoreError, UnsupportedSpecError
 from attngen.explain import explain_workload
@@ -309,6 +311,39 @@ def test_the_switch_overrules_records(forced) -> None:
     assert any("ATTNGEN_LOWERING=triton" in line for line in how.why)
 
 
+@pytest.mark.parametrize(
+    ("record", "key", "serves"),
+    [
+        (MEASURED, {}, "triton"),
+        (PREDICTED, {}, "hopper"),
+        (MEASURED, {"triton": "3.5"}, "hopper"),
+        (MEASURED, {"template_hash": "0" * 16}, "hopper"),
+    ],
+    ids=["measured", "predicted", "other-triton", "other-templates"],
+)
+def test_hoppers_default_outranks_what_was_not_compared_with_it(record, key, serves) -> None:
+    at = bucket_of("fwd")
+    with Store.open() as store:
+        store.record_winner(replace(record, key=replace(record_key(D128, at, H200), **key)))
+    found, how, _ = resolve.find(D128, at, H200)
+    assert found.lowering == serves
+    if serves == "hopper":
+        assert how.tier == "default" and "was not compared with lowering=hopper" in how.why[-1]
+
+
+def test_fp8_is_served_by_what_was_run_first() -> None:
+    spec = replace(D128, dtype="float8_e4m3fn", fp8_scale="head").text
+    assert hopper_space.candidates(spec, bucket_of("fwd"), H200)
+    assert lowering.default(spec, bucket_of("fwd"), H200).lowering == "triton"
+
+
+def test_a_dry_run_refuses_what_the_switch_refuses(forced) -> None:
+    forced("hopper")
+    arguments = "tune head_dim=40 --workload 1,2,2,512,512 --gpu nvidia_h200 --dry-run"
+    done = CliRunner().invoke(main, arguments.split())
+    assert done.exit_code == 1 and "lowering=hopper needs a head_dim" in done.stderr
+
+
 # ---- what serves -------------------------------------------------------------------------------
 
 
@@ -496,7 +531,3 @@ def test_serialised_products_refuse_a_hopper_config(
     if found is not None:
         assert (found.status, found.kind) == ("skipped", "serialised wgmma")
         assert found.reason.startswith(kernel)
-
-
-def test_identity_and_hopper_ask_the_same_triton() -> None:
-    assert identity.triton_minor() == hopper.triton_minor()

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
+from attngen import lowering
 from attngen.cli.model import model_options, plan_of, plan_of_stored, run_plan, show_plan
 from attngen.cli.options import (
     SECONDS,
     FilePath,
     db_option,
+    device_to_tune,
     direction_option,
     directions_of,
     gpu_option,
@@ -124,6 +126,8 @@ def tune(
     whole_model = spec is None
     again = again or revalidate
     if dry_run:
+        for job in plan.jobs:
+            lowering.required(job.spec, device_to_tune(gpu))
         show_plan(plan, gpu, db, budget, skip_stored=whole_model and not again, as_json=as_json)
         return
 
