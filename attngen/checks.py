@@ -216,11 +216,15 @@ def check_gradient_dtypes(*tensors: Tensor) -> None:
     for name, x in zip("qkv", tensors, strict=True):
         if x.element_size() > 1 or not x.requires_grad:
             continue
-        if not x.is_leaf or (x.grad_dtype is not None and x.grad_dtype.itemsize == 1):
-            raise SpecError(
-                f"{name} is {x.dtype} and requires grad, which autograd would round to {x.dtype}; "
-                f"make it a leaf and set {name}.grad_dtype = torch.bfloat16"
-            )
+        if x.is_leaf and (x.grad_dtype is None or x.grad_dtype.itemsize > 1):
+            continue
+        step = f"make it a leaf and set {name}.grad_dtype = torch.bfloat16"
+        if type(x) not in (Tensor, torch.nn.Parameter):  # AOTAutograd traces, and forgets it
+            step += ', and keep the call out of torch.compile (backend="eager" aside)'
+        raise SpecError(
+            f"{name} is {x.dtype} and requires grad, and autograd would round its gradient to that; "
+            f"{step}"
+        )
 
 
 def descale_shape(scale: str, k: Tensor, rows: int) -> tuple[int, ...]:

@@ -80,8 +80,7 @@ def test_fp8_compiles_for_hopper() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scale", ["tensor", "head", "block"])
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize(("dim", "scale"), [(64, "block"), (128, "head"), (256, "tensor")])
 def test_fp8_starts_of_the_hopper_lowering_compile(dim: int, scale: str) -> None:
     spec = AttentionSpec(head_dim=dim, dtype="float8_e4m3fn", fp8_scale=scale, causal=True)
     sizes = Workload(1, 8, 2, 4096, 4096)

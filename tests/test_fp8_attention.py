@@ -11,6 +11,7 @@ from support import SMALL_BWD, SMALL_FWD, oracle, oracle_options
 from torch import Tensor
 
 import attngen
+import attngen.ops
 from attngen.config import FwdConfig, default_config, infeasible
 from attngen.fp8 import Quantized, spread
 from attngen.gpu import KNOWN_GPUS
@@ -237,7 +238,7 @@ def test_gradients_of_the_atomic_and_small_tiles() -> None:
 def test_gradients_that_autograd_would_round_are_refused() -> None:
     found = quantized("tensor", lengths=(4, 4))
     leaf = found.q.clone().requires_grad_()
-    message = r"q is torch.float8_e4m3fn and requires grad.*q.grad_dtype = torch.bfloat16"
+    message = r"q is torch.float8_e4m3fn and requires grad, and.*q.grad_dtype = torch.bfloat16"
     with pytest.raises(attngen.SpecError, match=message):
         attend(found._replace(q=leaf))
     inner = torch.randn(2, 2, 4, 16, requires_grad=True).to(E4M3)
@@ -245,6 +246,31 @@ def test_gradients_that_autograd_would_round_are_refused() -> None:
         attend(found._replace(k=inner))
     with torch.no_grad():
         assert torch.equal(attend(found._replace(q=leaf)), attend(found))
+
+
+def test_gradients_in_a_compiled_graph() -> None:
+    """AOTAutograd forgets grad_dtype: an error, not gradients in FP8."""
+    found = quantized("head", heads=(2, 1), lengths=(20, 30))
+    do = torch.randn(2, 2, 20, 16).bfloat16()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attngen.attention(q, k, v, **named(found))
+
+    given = leaves(found)
+    want = torch.autograd.grad(attend(*given), given, do)
+    out = torch.compile(attend, backend="eager", fullgraph=True)(*given)
+    for x, y in zip(torch.autograd.grad(out, given, do), want, strict=True):
+        assert torch.equal(x, y)
+    with pytest.raises(Exception, match="keep the call out of torch.compile"):
+        torch.compile(attend, backend="aot_eager", fullgraph=True)(*given)
+
+
+def test_the_fake_is_like_the_op() -> None:
+    """The other checks of opcheck compute with FP8, which torch cannot."""
+    found = quantized("block", heads=(2, 1), lengths=(20, 30))
+    spec = AttentionSpec(head_dim=16, dtype=E4M3, fp8_scale="block")
+    arguments = (spec.text_key, *found[:3], list(found[3:]), [0.25], [0])
+    torch.library.opcheck(torch.ops.attngen.fwd, arguments, test_utils="test_faketensor")
 
 
 def test_scales_have_no_gradient() -> None:
