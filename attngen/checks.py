@@ -222,7 +222,7 @@ def check_gradient_dtypes(*tensors: Tensor) -> None:
         if type(x) not in (Tensor, torch.nn.Parameter):  # AOTAutograd traces, and forgets it
             step += ', and keep the call out of torch.compile (backend="eager" aside)'
         raise SpecError(
-            f"{name} is {x.dtype} and requires grad, and autograd would round its gradient to that; "
+            f"{name} is {x.dtype} and requires grad, and autograd would round its gradient to it; "
             f"{step}"
         )
 
