@@ -28,7 +28,7 @@ from attngen.checks import (
 from attngen.dropout import seed_tensor
 from attngen.errors import SpecError
 from attngen.explain import Explanation, explain_call
-from attngen.spec import AttentionSpec
+from attngen.spec import FP8_DTYPES, AttentionSpec
 from attngen.values import (
     cap_number,
     flag,
@@ -266,8 +266,9 @@ def attention(
         q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
     check_call(q, k, v, None, None, name)
-    descales = (q_descale, k_descale, v_descale)
-    fp8_scale = scale_kind(name, descales)
+    descales, fp8_scale = (q_descale, k_descale, v_descale), None
+    if name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
+        fp8_scale = scale_kind(name, descales)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
     if deterministic is None:
