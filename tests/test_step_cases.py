@@ -24,8 +24,8 @@ from samples import H200, MEASURED, find, under
 from support import REPO, SMALL_BWD, SMALL_FWD, make_qkv, python
 
 import attngen
-from attngen import resolve
-from attngen.config import FwdConfig, default_config
+from attngen import lowering, resolve
+from attngen.config import FwdConfig
 from attngen.identity import record_key
 from attngen.pinned import pinned
 from attngen.spec import AttentionSpec
@@ -57,7 +57,7 @@ def test_tun_5_a_record_too_large_for_the_gpu_is_passed_over(
         key = record_key(spec, bucket, H200)
         store.record_winner(replace(MEASURED, key=key, config=huge.as_dict()))
     config, found, _ = resolve.find(spec, bucket, H200)
-    assert config == default_config(spec, bucket, H200)
+    assert config == lowering.default(spec, bucket, H200)
     assert any("refused on nvidia_h200" in line and "shared memory" in line for line in found.why)
 
 

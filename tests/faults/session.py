@@ -6,10 +6,12 @@ Prints a line for each config that was measured, after its commit, and "done" at
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Any
 
 from attngen.gpu import by_name
+from attngen.lowering import SWITCH
 from attngen.records import POLICY, RecordKey
 from attngen.search_space import axes
 from attngen.spec import AttentionSpec
@@ -50,6 +52,7 @@ def shared(
 
 
 def main() -> None:
+    os.environ[SWITCH] = "triton"  # faults are planned for these configs
     path, count = sys.argv[1], int(sys.argv[2])
     url = sys.argv[3] if len(sys.argv) > 3 else None
     compile_pool.MODULE = "faults.compile_worker"
