@@ -719,9 +719,6 @@ UNBUILT_TENSORS = [
     "doc_ids_k",
     "tree_mask",
     "block_map",
-    "q_descale",
-    "k_descale",
-    "v_descale",
     "aux_tensors",
 ]
 
