@@ -1,7 +1,7 @@
 """The main job, end to end: spec, emitted kernel, tuning, record, and a model that trains.
 
 Run it with `make demo`, or `python examples/demo.py`. With a CUDA GPU everything is measured there.
-Without one, the kernels are compiled for an H200 and checked, but not timed, and the model trains
+Without one, the kernels are compiled for an A100 and checked, but not timed, and the model trains
 in Triton's interpreter: small sizes, under three minutes on two cores. The exit code is 1 if the
 model that trains with attngen strays from the one that trains with PyTorch's own attention.
 """
@@ -29,6 +29,11 @@ from attngen.paths import cache_dir, database_path
 AttentionFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 TOLERANCE = 0.005  # of the loss: two attentions that round to bfloat16 give 0.001
 SEED = 0
+ONLINE_SOFTMAX = {
+    "triton": ("s = score(", "m_i = m_new"),
+    "hopper": ("def softmax(", "return p, m_new"),
+}
+"""Its first and last line in a forward, by lowering."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +194,7 @@ def main() -> int:
     began = time.monotonic()
     on_gpu = torch.cuda.is_available()
     device, sizes = ("cuda", ON_GPU) if on_gpu else ("cpu", ON_CPU)
-    gpu = current() if on_gpu else by_name("nvidia_h200")
+    gpu = current() if on_gpu else by_name("nvidia_a100")
     workload = sizes.workload
 
     section(1, "A spec says what is computed")
@@ -201,9 +206,9 @@ def main() -> int:
     chosen = explain_workload(spec, workload, gpu=gpu, directions=("fwd",)).choices[0]
     path = emit(chosen.spec, chosen.config)
     print(f"   {path}")
-    shown(excerpt(path.read_text(), "s = score(", "m_i = m_new"))
+    shown(excerpt(path.read_text(), *ONLINE_SOFTMAX[chosen.config.lowering]))
 
-    how = "measured" if on_gpu else "compiled for the H200 and checked, but not timed: no GPU here"
+    how = "measured" if on_gpu else "compiled for the A100 and checked, but not timed: no GPU here"
     section(3, f"Tune it for {workload} (B,Hq,Hkv,Sq,Sk): {how}")
     reports = attngen.tune(
         attend.spec,
@@ -232,7 +237,7 @@ def main() -> int:
 
     section(6, "Train a two-layer transformer with it, through torch.compile")
     if not on_gpu:
-        print("   (here by the interpreter's own config: the records above are the H200's)")
+        print("   (here by the interpreter's own config: the records above are the A100's)")
     print(f"   compiling, then {sizes.steps} steps with each attention ...", flush=True)
     ours, theirs = train_beside(sizes, attend, device)
     print("   step  attngen  PyTorch's SDPA")
