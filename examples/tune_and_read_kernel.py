@@ -3,7 +3,7 @@
     python examples/tune_and_read_kernel.py
 
 On a CUDA GPU the configs are timed. Without one, the tuner does everything but the timing for an
-H200: it compiles candidates, checks one in the interpreter, and stores a record whose origin is
+A100: it compiles candidates, checks one in the interpreter, and stores a record whose origin is
 "predicted". The record goes to the usual database, so that a second run finds it.
 """
 
@@ -35,14 +35,14 @@ def main() -> None:
         spec,
         workload,
         direction="fwd",
-        gpu=None if on_gpu else "nvidia_h200",
+        gpu=None if on_gpu else "nvidia_a100",
         budget=15,
         progress=show,
     )
     print(report)
     print(f"record kept in {database_path()}:\n  {report.record.to_line()}")
 
-    gpu = current() if on_gpu else by_name("nvidia_h200")
+    gpu = current() if on_gpu else by_name("nvidia_a100")
     (choice,) = explain_workload(spec, workload, gpu=gpu, directions=("fwd",)).choices
     path = emit(choice.spec, choice.config)
     lines = path.read_text().splitlines()
