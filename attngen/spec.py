@@ -385,7 +385,7 @@ def _validate(spec: AttentionSpec) -> None:
     if spec.dtype in FP8_DTYPES and spec.fp8_scale is None:
         raise SpecError(
             f"dtype={spec.dtype!r} needs fp8_scale, which says what shares a scale; add "
-            'fp8_scale="tensor", "head" or "block"'
+            'fp8_scale="tensor", "head" or "block", or compute in bfloat16'
         )
     if spec.dtype not in FP8_DTYPES and spec.fp8_scale is not None:
         raise SpecError(

@@ -17,6 +17,8 @@ BIG = ("big", "ring", "varlen_uniform", "varlen_cycle")
 NOT_BUILT = ("alibi", "sinks", "bias", "mask", "varlen", "paged")
 SLOW_IDS = {"SHQ-1", "TAI-1", "DIM-1", "DIM-5", "DVD-1"}
 """Over five seconds in the interpreter."""
+FIRST = 3
+"""So many variants of a case are run by `make test`, the others by `make accept`."""
 
 
 def _variants() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -37,10 +39,12 @@ def _params(*, built: bool) -> list[Any]:
     def served(n: dict[str, Any]) -> bool:
         return bool(n.get("refuse")) or not any(key in n for key in NOT_BUILT)
 
+    def marks(name: str, case: dict[str, Any]) -> list[Any]:
+        is_slow = case["id"] in SLOW_IDS or int(name.rpartition("-")[2]) >= FIRST
+        return [pytest.mark.slow] if is_slow else []
+
     return [
-        pytest.param(
-            case, over, id=name, marks=[pytest.mark.slow] if case["id"] in SLOW_IDS else []
-        )
+        pytest.param(case, over, id=name, marks=marks(name, case))
         for name, case, over in _variants()
         if served({**case["n"], **over}) is built
     ]

@@ -27,8 +27,14 @@ ONE_OF_EACH_SCALE = [
     pytest.param("head", E4M3, {"causal": True}, id="head-causal"),
     pytest.param("block", E4M3, {"causal": True, "window": (40, None)}, id="block-window"),
     pytest.param("block", E5M2, {"softcap": 1.5, "window": (70, 9)}, id="block-e5m2-softcap"),
-    pytest.param("head", E5M2, {"softcap": 0.7}, id="head-e5m2-softcap"),
-    pytest.param("tensor", E4M3, {"dropout_p": 0.3, "dropout_seed": 7}, id="tensor-dropout"),
+    pytest.param("head", E5M2, {"softcap": 0.7}, id="head-e5m2-softcap", marks=pytest.mark.slow),
+    pytest.param(
+        "tensor",
+        E4M3,
+        {"dropout_p": 0.3, "dropout_seed": 7},
+        id="tensor-dropout",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 
@@ -119,6 +125,7 @@ def test_blocks_of_several_tiles(tiles: Any) -> None:
     assert oracle.judge(lse, right.lse, lse.dtype)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["tensor", "head", "block"])
 def test_every_single_scale_counts(scale: str) -> None:
     found = quantized(scale, heads=(2, 2), lengths=(130, 130), batch=1)
@@ -220,6 +227,7 @@ def test_vmap(scale: str) -> None:
 # ---- gradients ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gradients_of_the_atomic_and_small_tiles() -> None:
     found = quantized("block", heads=(2, 1), lengths=(40, 150), batch=1)
     do = torch.randn(1, 2, 40, 16).bfloat16()

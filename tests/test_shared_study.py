@@ -124,6 +124,7 @@ def test_three_workers_measure_each_config_once(
     assert all(c.median_us == table.median_us(c.config) for c in found if c.status == "ok")
 
 
+@pytest.mark.slow
 def test_a_killed_worker_loses_nothing(
     url: str, tmp_path: Path, alone: tuple[set[str], dict]
 ) -> None:
