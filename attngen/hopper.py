@@ -34,7 +34,7 @@ FP8_WIDTHS = (64, 128, 256)
 @dataclass(frozen=True, kw_only=True)
 class HopperFwdConfig(NamedFields):
     """Forward: persistent programs, each a producer warp and consumers that compute 64 query rows
-    against key tiles of `block_n`. The defaults are right for most head dims of 128."""
+    against key tiles of `block_n`. The defaults suit head dims of 128."""
 
     direction: ClassVar[Direction] = "fwd"
     tiles: ClassVar[Literal["pointer"]] = "pointer"
