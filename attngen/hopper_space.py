@@ -32,6 +32,8 @@ AXES: dict[Direction, dict[str, tuple[Any, ...]]] = {
         "q_in_registers": (False, True),
         "q_buffers": (1, 2),
         "out_in_q": (False, True),
+        "conditional_rescale": (True, False),
+        "exp_polynomial": (0, 1),
     },
     "bwd": {
         "dq": ("kernel", "atomic"),
@@ -79,21 +81,23 @@ _FWD_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
         replace(_BEST, block_n=64, out_in_q=True),
     ),
 }
+_ALWAYS = replace(_QUIET, conditional_rescale=False)
 # The same of FP8.
 _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
     64: (
-        replace(_QUIET, consumers=3, turns=True, q_buffers=2),
-        replace(_QUIET, q_buffers=2),
         replace(_QUIET, consumers=3, turns=True),
-        replace(_QUIET, turns=True, q_buffers=2),
+        replace(_QUIET, consumers=3, turns=True, q_in_registers=True, q_buffers=2),
+        replace(_ALWAYS, consumers=3, turns=True, q_buffers=2),
+        replace(_QUIET, consumers=3, turns=True, q_in_registers=True),
+        replace(_QUIET, q_buffers=2),
     ),
     128: (
+        replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2),
+        replace(_ALWAYS, turns=True, q_buffers=2),
         replace(_QUIET, turns=True, q_buffers=2),
-        replace(_QUIET, q_buffers=2),
-        replace(_QUIET, turns=True),
         _BEST,
     ),
-    256: (replace(_QUIET, turns=True), _QUIET, replace(_BEST, block_n=64)),
+    256: (replace(_QUIET, turns=True), replace(_ALWAYS, turns=True), _QUIET),
 }
 _ATOMIC = HopperBwdConfig(dq="atomic")
 _KERNEL = HopperBwdConfig(dq="kernel")
@@ -134,11 +138,12 @@ def starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConf
     if spec.is_fp8:
         table = _FP8_STARTS
     named: list[HopperConfig] = list(table[min(size for size in table if dim <= size)])
+    walked = min([bucket.seqlen_k, *([bucket.window] if bucket.window else [])])  # keys of a row
     if spec.is_fp8 and dim <= 64 and 0 < bucket.seqlen_q <= SHORT:
         named.sort(key=lambda config: config.block_m > 2 * ROWS)  # more rows fill fewer SMs
-    elif bucket.direction == "fwd" and dim <= 64 and 0 < bucket.seqlen_q <= SHORT:
+    elif bucket.direction == "fwd" and dim <= 64 and 0 < walked <= SHORT:
         named.sort(key=_waits_between_rows)
-    elif bucket.direction == "fwd" and 64 < dim <= 128 and bucket.seqlen_q > LONG:
+    elif bucket.direction == "fwd" and 64 < dim <= 128 and walked > LONG:
         named.sort(key=_takes_turns)
     elif bucket.direction == "bwd" and dim <= 64 and not spec.has_positions:
         named.sort(key=lambda config: config.block_m == ROWS)  # larger tiles waste no masked half
@@ -180,13 +185,15 @@ def _all(direction: Direction) -> Iterator[HopperConfig]:
 
 def _worthwhile(spec: AttentionSpec, configs: list[HopperConfig]) -> Iterator[HopperConfig]:
     """Without what was never the faster of two: small key tiles where large ones fit, out by way
-    of q where there is room for both, one tile in flight where two fit, and dv first above 64
-    columns, where registers do not suffice for it."""
+    of q where there is room for both, rescaling always, one tile in flight where two fit, and dv
+    first above 64 columns, where registers do not suffice for it."""
     feasible, columns = set(configs), max(spec.head_dim, spec.head_dim_v)
     for config in configs:
         better: list[HopperConfig] = []
         if isinstance(config, HopperFwdConfig):
             better = [replace(config, block_n=2 * config.block_n), replace(config, out_in_q=False)]
+            if not spec.is_fp8:  # its products take half as long, so that rescaling hides in them
+                better += [replace(config, conditional_rescale=True)]
         else:
             better = [replace(config, num_stages=2)]
             better += [] if columns <= 64 else [replace(config, dv_first=False)]

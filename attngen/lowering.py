@@ -58,8 +58,7 @@ def refusal(config: KernelConfig) -> list[str]:
 
 
 def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
-    """What runs if nothing was measured: the hopper lowering's best guess where it serves, but for
-    FP8, which has not run on a GPU yet.
+    """What runs if nothing was measured: the hopper lowering's best guess where it serves.
 
     Raises:
         UnsupportedSpecError: as `required`.
@@ -68,7 +67,7 @@ def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
     wanted = required(spec, gpu)
     if wanted == "hopper":
         return hopper_space.default(spec, bucket, gpu)
-    guesses = [] if wanted or spec.is_fp8 else hopper_space.candidates(spec, bucket, gpu)
+    guesses = [] if wanted else hopper_space.candidates(spec, bucket, gpu)
     return guesses[0] if guesses else default_config(spec, bucket, gpu)
 
 

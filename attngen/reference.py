@@ -18,6 +18,9 @@ from attngen.spec import AttentionSpec
 NEG_INF = float("-inf")
 FP8_PEAK = 256.0
 """The largest weight of a row in FP8: float8_e4m3fn holds up to 448."""
+FP8_LSE_EPSILON = 2.0**-11
+"""Rounding unit of the lse of FP8 inputs: tensor cores of sm_90 add FP8 products with about 14
+bits, also those that cancel. Seen on an H200, with FlashAttention-3 too."""
 _PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF

@@ -108,6 +108,7 @@ def structural_variants(direction: Direction) -> list[KernelConfig]:
 def hopper_variants(spec: AttentionSpec, direction: Direction) -> list[KernelConfig]:
     """The same of the hopper lowering, for a spec that it serves."""
     if direction == "fwd":
-        return [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3)]
+        polynomials = [HopperFwdConfig(exp_polynomial=1)] if spec.is_fp8 else []
+        return [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3), *polynomials]
     atomic = [HopperBwdConfig(dq="atomic")] if hopper.adds_dq(spec) else []
     return [HopperBwdConfig(dq="kernel"), *atomic]

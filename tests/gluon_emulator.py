@@ -328,8 +328,21 @@ def _inline_asm(
     shape = np.broadcast_shapes(*(x.data.shape for x in tensors))
     widest = next(x for x in tensors if x.data.shape == shape)
     threads = 32 * _machine.current.num_warps
-    order = elements(widest.layout, list(shape), pack, threads)
+    held = elements(widest.layout, list(shape), threads)
+    if short := -held.shape[1] % pack:  # the last pack is filled up with anything
+        held = np.concatenate([held, np.repeat(held[:, -1:], short, axis=1)], axis=1)
     result: np.ndarray = np.zeros(int(np.prod(shape)), gluon_tensors.NUMPY[dtype.name])
+    for order in np.split(held, held.shape[1] // pack, axis=1):
+        _run_asm(asm, constraints, tensors, order, result)
+    return Tensor(result.reshape(shape), dtype, widest.layout)
+
+
+def _run_asm(
+    asm: str, constraints: str, tensors: list[Tensor], order: np.ndarray, result: np.ndarray
+) -> None:
+    """One pack: the elements that `order` [threads, pack] names."""
+    threads, pack = order.shape
+    shape = np.broadcast_shapes(*(x.data.shape for x in tensors))
     columns = [np.zeros(threads, result.dtype) for _ in range(pack)]
     for x in tensors:
         flat = np.broadcast_to(x.data, shape).reshape(-1)
@@ -344,7 +357,6 @@ def _inline_asm(
     Threads(_machine, registers, threads).run(asm)
     for e in range(pack):
         result[order[:, e]] = registers[f"${e}"]
-    return Tensor(result.reshape(shape), dtype, widest.layout)
 
 
 # Functions of nvidia.hopper

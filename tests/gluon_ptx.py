@@ -1,12 +1,14 @@
 """The inline PTX of emitted Gluon files, run for all threads of a partition at once.
 
-Knows the few instructions they use: named barriers, setp, vote, forward branches, mul, mov.
+Knows the few instructions they use: named barriers, setp, vote, forward branches, and some
+arithmetic. Approximate instructions are exact here.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 
 import numpy as np
 from gluon_machine import Fault, Machine
@@ -33,6 +35,31 @@ def _program(text: str) -> tuple[list[tuple[str, str, list[str]]], dict[str, int
         operands = [operand.strip() for operand in match[3].split(",") if operand.strip()]
         program.append((match[1] or "", match[2], operands))
     return program, labels
+
+
+def _shifted(x: np.ndarray, by: np.ndarray) -> np.ndarray:
+    return (x.view(np.uint32) << by.astype(np.uint32)).view(x.dtype)
+
+
+def _flushed(x: np.ndarray) -> np.ndarray:
+    """Numbers too small for a normal float32 are 0."""
+    return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.float32(0), x)
+
+
+ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
+    "abs": np.abs,
+    "add": np.add,
+    "copysign": lambda sign, x: np.copysign(x, sign),
+    "ex2": lambda x: _flushed(np.exp2(x)),
+    "fma": lambda x, y, z: (x.astype(np.float64) * y + z).astype(np.float32),
+    "max": np.fmax,
+    "max.NaN": np.maximum,
+    "mul": np.multiply,
+    "rcp": np.reciprocal,
+    "selp": lambda x, y, p: np.where(p, x, y),
+    "shl": _shifted,
+    "sub": np.subtract,
+}
 
 
 class Threads:
@@ -67,6 +94,7 @@ class Threads:
 
     def _step(self, opcode: str, operands: list[str], active: np.ndarray) -> None:
         name, *kinds = opcode.split(".")
+        name += ".NaN" if "NaN" in kinds else ""
         if name in ("bar", "barrier") and kinds[0] in ("sync", "arrive"):
             ids = np.unique(self._read(operands[0]))
             if len(ids) != 1 or not active.all():
@@ -76,8 +104,9 @@ class Threads:
             return
         if name == "mov":
             value = self._read(operands[1])
-        elif name == "mul" and kinds[-1] == "f32":
-            value = self._read(operands[1]) * self._read(operands[2])
+        elif name in ARITHMETIC and kinds[-1] in ("f32", "b32"):
+            with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+                value = ARITHMETIC[name](*[self._read(operand) for operand in operands[1:]])
         elif name == "setp":
             value = self._compare(kinds, [self._read(operand) for operand in operands[1:]])
         elif name == "vote" and kinds[-1] == "pred":

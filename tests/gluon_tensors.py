@@ -496,22 +496,22 @@ class Descriptor:
         return Copy(f"the TMA store at {location(sys._getframe())}", happen)
 
 
-def elements(layout: Any, shape: list[int], pack: int, threads: int) -> Any:
-    """[threads, pack]: which element of a block (flat) is register `pack` of a thread."""
-    if not shape and pack == 1:
+def elements(layout: Any, shape: list[int], threads: int) -> np.ndarray:
+    """[threads, n]: which elements of a block (flat) a thread holds, in their order."""
+    if not shape:
         return np.zeros((threads, 1), np.int64)
     if isinstance(layout, DotOperandLayout):
         layout = layout.parent
-    if isinstance(layout, BlockedLayout) and shape == [threads] and pack == 1:
+    if isinstance(layout, BlockedLayout) and shape == [threads]:
         return np.arange(threads)[:, None]
     if isinstance(layout, NVMMADistributedLayout):
         high, wide = layout.warps_per_cta
         width = shape[1] // wide
         fits = shape[0] == 16 * high and threads == 32 * high * wide
-        if fits and pack == width // 2 and width % layout.instr_shape[1] == 0:
+        if fits and width % layout.instr_shape[1] == 0:
             warp, lane = np.divmod(np.arange(threads)[:, None], 32)
-            e = np.arange(pack)
+            e = np.arange(width // 2)
             row = warp % high * 16 + lane // 4 + 8 * (e // 2 % 2)
             column = warp // high * width + e // 4 * 8 + lane % 4 * 2 + e % 2
             return row * shape[1] + column
-    raise Fault(f"inline assembly with pack={pack} on {shape} in {layout} is not emulated")
+    raise Fault(f"inline assembly on {shape} in {layout} is not emulated")

@@ -851,8 +851,14 @@ def test_closed_pipe_is_quiet() -> None:
 def test_ctrl_c_ends_a_process_with_130(tmp_path: Path) -> None:
     fifo = tmp_path / "never.jsonl"
     os.mkfifo(fifo)
+    # A shell's background job ignores Ctrl-C, and so would what it starts.
+    ignored = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = python("-m", "attngen", "import", str(fifo), stdout=subprocess.PIPE)
-    with fifo.open("w"):  # opens when the process is reading, and holds it there
+    signal.signal(signal.SIGINT, ignored)
+    with process, fifo.open("w"):  # opens when the process is reading, and holds it there
         process.send_signal(signal.SIGINT)
-        out, error = process.communicate(timeout=60)
+        try:
+            out, error = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (process.returncode, out, error) == (130, "", "attngen: interrupted\n")

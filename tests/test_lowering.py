@@ -331,10 +331,19 @@ def test_hoppers_default_outranks_what_was_not_compared_with_it(record, key, ser
         assert how.tier == "default" and "was not compared with lowering=hopper" in how.why[-1]
 
 
-def test_fp8_is_served_by_what_was_run_first() -> None:
+def test_fp8_is_served_by_hopper() -> None:
     spec = replace(D128, dtype="float8_e4m3fn", fp8_scale="head").text
-    assert hopper_space.candidates(spec, bucket_of("fwd"), H200)
-    assert lowering.default(spec, bucket_of("fwd"), H200).lowering == "triton"
+    assert lowering.default(spec, bucket_of("fwd"), H200).lowering == "hopper"
+
+
+def test_a_narrow_window_has_short_rows() -> None:
+    """Its keys decide how a forward starts, not the length of the sequence."""
+    sizes = Workload(1, 16, 16, 16384, 16384)
+    first = []
+    for window in (None, (1024, 0), (8192, 0)):
+        spec = AttentionSpec(head_dim=128, causal=True, window=window)
+        first.append(hopper_space.starts(spec, spec_bucket("fwd", spec, sizes), H200)[0])
+    assert [config.turns for config in first] == [False, True, False]
 
 
 def test_a_dry_run_refuses_what_the_switch_refuses(forced) -> None:

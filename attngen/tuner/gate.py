@@ -40,6 +40,8 @@ def epsilon(spec: AttentionSpec, name: str) -> float:
     narrow = torch.float16 if spec.precision == "tf32" else getattr(torch, spec.out_dtype)
     unit = float(torch.finfo(narrow).eps)
     if name == "lse":
+        if spec.is_fp8:
+            return reference.FP8_LSE_EPSILON
         return max(LSE_EPSILON, unit if spec.precision == "tf32" else 0.0)
     return unit
 

@@ -38,7 +38,7 @@ def assert_right(found: Quantized, options: dict[str, Any], out: Any, lse: Any) 
     want = reference.attention(spec, *operands)
     yard = reference.yardstick(spec, *operands, torch.bfloat16)
     for actual, wanted, about in zip((out, lse), want, yard, strict=True):
-        eps = torch.finfo(actual.dtype).eps if actual.dtype != torch.float32 else 1e-5
+        eps = reference.FP8_LSE_EPSILON if actual is lse else torch.finfo(actual.dtype).eps
         verdict = reference.judge(actual, wanted, about, eps)
         assert verdict.ok, verdict.detail
 
