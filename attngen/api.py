@@ -12,21 +12,27 @@ from torch import Tensor
 
 from attngen import ops, resolve
 from attngen.checks import (
+    BIAS_DTYPES,
+    SCORE_FIELDS,
     Shard,
     check_call,
     check_kinds,
+    check_place,
     check_results,
     check_scale,
+    check_score_fields,
+    check_scores,
     check_seed,
     check_shard,
     check_tensors,
     compute_dtype,
+    fits,
     heads_first,
     refuse_tensors,
     scale_kind,
 )
 from attngen.dropout import seed_tensor
-from attngen.errors import SpecError
+from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.spec import FP8_DTYPES, AttentionSpec
 from attngen.values import (
@@ -80,6 +86,7 @@ class Attention:
         self._text_key = spec.text_key
         self._eval_key = replace(spec, dropout_p=0.0).text_key
         self._drop_key = replace(spec, dropout_p=0.5).text_key
+        self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
 
     def __eq__(self, other: object) -> bool:
         return self.spec == other.spec if isinstance(other, Attention) else NotImplemented
@@ -98,6 +105,10 @@ class Attention:
         *,
         return_lse: bool = False,
         return_aux: tuple[str, ...] = (),
+        attn_mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
         q_descale: Tensor | None = None,
@@ -125,6 +136,14 @@ class Attention:
                 the softmax denominator; differentiable.
             return_aux: names of side outputs, returned as a dict; "lse" so far. Not together with
                 return_lse.
+            attn_mask: bool, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k) in either
+                layout; True is a key that may be seen.
+            bias: float16, bfloat16 or float32, broadcastable likewise; added to the scores, where
+                -inf hides a key. Differentiable.
+            alibi_slopes: float, (num_heads_q,) or (batch, num_heads_q); a score loses slope times
+                the distance of its query and key. Differentiable.
+            sinks: float, of the same shapes; a row's softmax denominator gains exp(sink), its lse
+                does not. Differentiable.
             dropout_p: overrides the spec's; 0.0 for evaluation.
             dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
                 torch's generator if None. Hand one in where a recomputed forward must see the same
@@ -146,7 +165,8 @@ class Attention:
             -inf.
 
         Raises:
-            SpecError: an argument, shape or device does not fit the spec.
+            SpecError: an argument, shape or device does not fit the spec; a tensor whose spec field
+                is off, or the other way round.
             DtypeError: q, k and v are not of the spec's dtype.
             UnsupportedSpecError: a tensor whose feature is not built.
         """
@@ -167,6 +187,12 @@ class Attention:
         descales = (q_descale, k_descale, v_descale)
         if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
             check_scale(spec, descales)
+        scores = None
+        if self._scores or not (
+            attn_mask is None and bias is None and alibi_slopes is None and sinks is None
+        ):
+            scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
+            check_score_fields(self._scores, scores)
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
@@ -182,6 +208,7 @@ class Attention:
             dropout_p=p,
             dropout_seed=dropout_seed,
             descales=descales if spec.is_fp8 else (),
+            scores=scores,
             shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
             starts=(batch_start, head_start),
             partial=partial,
@@ -224,6 +251,10 @@ def attention(
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
+    attn_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -250,7 +281,7 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is.
+    the spec's fp8_scale is, and a tensor that acts on scores turns its spec field on.
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -269,6 +300,9 @@ def attention(
     descales, fp8_scale = (q_descale, k_descale, v_descale), None
     if name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
         fp8_scale = scale_kind(name, descales)
+    scores = None
+    if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
+        scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
     if deterministic is None:
@@ -293,6 +327,7 @@ def attention(
         deterministic,
         batch_invariant,
         fp8_scale,
+        _NONE if scores is None else tuple(scores),
     )
     out, lse = _run(
         key,
@@ -306,6 +341,7 @@ def attention(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
         descales=descales if fp8_scale else (),
+        scores=scores,
         shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
         starts=(batch_start, head_start),
         partial=partial,
@@ -330,15 +366,14 @@ def sdpa(
     Args:
         query, key, value: (..., heads, seqlen, dim), at least 3 dims; leading dims are equal, where
             SDPA broadcasts them.
-        attn_mask: not built yet.
+        attn_mask: broadcastable to (..., heads, seqlen_q, seqlen_k), where three dims stand for
+            (..., seqlen_q, seqlen_k). Bool: True is a key that may be seen; float16, bfloat16 or
+            float32: added to the scores. Not together with is_causal.
         dropout_p: drops whenever it is > 0, as SDPA does; pass 0.0 in evaluation.
         is_causal: top-left aligned (key j visible iff j <= i).
         scale: default 1 / sqrt(head_dim).
         enable_gqa: lets key and value have fewer heads than query.
     """
-    refused = refuse_tensors({"attn_mask": attn_mask}, sdpa, query)
-    if refused is not None:
-        return refused
     check_kinds({"query": query, "key": key, "value": value})
     is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
     if scale is not None:
@@ -366,11 +401,56 @@ def sdpa(
             f"query has {q.shape[1]} heads and key {k.shape[1]}; pass enable_gqa=True for grouped "
             "queries"
         )
+    if attn_mask is not None and is_causal:
+        raise SpecError(
+            "attn_mask and is_causal=True exclude each other; let the mask hide what is causal, or "
+            "call attngen.attention, which takes both"
+        )
+    mask, bias = None, None
+    if attn_mask is not None:
+        mask, bias = _sdpa_mask(attn_mask, query, key)
     causal = "top_left" if is_causal else False
-    out = attention(q, k, v, causal=causal, dropout_p=dropout_p, softmax_scale=scale)
+    out = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        softmax_scale=scale,
+        attn_mask=mask,
+        bias=bias,
+        dropout_p=dropout_p,
+    )
     if query.dim() == 3:
         return out.squeeze(1)  # type: ignore[no-any-return]  # a Tensor
     return out.unflatten(0, lead) if query.dim() > 4 else out  # type: ignore[no-any-return]  # one too
+
+
+def _sdpa_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """SDPA's attn_mask as attn_mask or bias of `attention`, of at most 4 dims."""
+    check_place("attn_mask", mask, query)
+    if mask.dtype != torch.bool and mask.dtype not in BIAS_DTYPES:
+        step = "cast it with attn_mask.float()"
+        if not mask.is_floating_point():
+            step = "write attn_mask.bool(), where True is a key that may be seen"
+        raise DtypeError(
+            f"attn_mask must be bool, float16, bfloat16 or float32, got {mask.dtype}; {step}"
+        )
+    full = (*query.shape[:-1], key.shape[-2])
+    tile = mask
+    while tile.dim() < len(full):
+        tile = tile.unsqueeze(0)
+    if tile.dim() > len(full) or not fits(tile.shape, full):
+        raise SpecError(
+            f"attn_mask must be broadcastable to (..., heads, seqlen_q, seqlen_k) {full}, got "
+            f"shape {tuple(mask.shape)}; make each dim 1 or full"
+        )
+    if query.dim() == 3:
+        tile = tile.unsqueeze(1)
+    elif query.dim() > 4:
+        if any(size != 1 for size in tile.shape[:-3]):
+            tile = tile.expand(*query.shape[:-3], *tile.shape[-3:])
+        tile = tile.flatten(0, -4)
+    return (tile, None) if tile.dtype == torch.bool else (None, tile)
 
 
 def reload() -> None:
@@ -404,6 +484,7 @@ def _cached_text_key(
     deterministic: bool,
     batch_invariant: bool,
     fp8_scale: str | None,
+    scores: tuple[str, ...],
 ) -> str:
     """The text key of a functional call; validates what the spec validates."""
     spec = AttentionSpec(
@@ -419,6 +500,7 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
+        **dict.fromkeys(scores, True),
     )
     return spec.text_key
 
@@ -436,6 +518,7 @@ def _run(
     dropout_p: float,
     dropout_seed: int | Tensor | None,
     descales: tuple[Tensor | None, ...],
+    scores: dict[str, Tensor] | None,
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -451,11 +534,13 @@ def _run(
     left, right = window if window is not None else (None, None)
     is_causal = causal is not False
     has_dropout = dropout_p > 0
-    placed = is_causal or left is not None or right is not None
+    aligned = is_causal or left is not None or right is not None
+    if scores is not None and "alibi" in scores:
+        aligned = True
     q_start, q_step, k_start, k_step, total_q, total_k = shard
     whole_q = q_start is _ZERO and q_step is _ONE and total_q is None
     if compiling or not (whole_q and k_start is _ZERO and k_step is _ONE and total_k is None):
-        bottom_right = placed and causal != "top_left"
+        bottom_right = aligned and causal != "top_left"
         shard = check_shard(*shard, q.shape[2], k.shape[2], bottom_right)
         q_start, q_step, k_start, k_step, total_q, total_k = shard
     batch_start, head_start = starts
@@ -470,15 +555,17 @@ def _run(
         ints.append(left)
     if right is not None and not is_causal:
         ints.append(right)
-    if placed or has_dropout:
+    if aligned or has_dropout:
         ints += [q_start, q_step, k_start, k_step]
-    if placed:
+    if aligned:
         ints += [int(causal != "top_left")]
         ints += [-1 if total is None else total for total in (total_q, total_k)]
     if has_dropout:
         scalars.append(float(dropout_p))
         ints += starts
         extra.append(_seed(dropout_seed, q))
+    if scores is not None:
+        extra += scores.values()
     extra += descales
     if compiling:
         out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)

@@ -29,6 +29,7 @@ from attngen.gpu import current
 from attngen.peers import Attend, CannotServe, Peer
 from attngen.pinned import pinned
 from attngen.spec import DESCALES, AttentionSpec
+from attngen.tuner.case import beside_of
 from attngen.workload import DIRECTIONS, Direction, Workload
 from attngen.workload import flops as flops
 
@@ -124,8 +125,9 @@ def bench(
         default = lowering.default(spec.text, choice.bucket, gpu)
         ours = ((OURS, choice.config), (DEFAULT, default))
         inputs = _inputs(spec, workload, device)
-        entrants = list(_ours(spec, direction, ours, inputs))
-        theirs, absent = _theirs(spec, workload, direction, peers, inputs)
+        beside = beside_of(spec, workload, device, torch.Generator(device).manual_seed(1))
+        entrants = list(_ours(spec, direction, ours, inputs, beside))
+        theirs, absent = _theirs(spec, workload, direction, peers, inputs, beside)
         entrants += theirs
         work = flops(spec, workload, direction)
         timed = _timed(entrants, rounds, timer, work, partial(_tell, progress, at))
@@ -176,12 +178,13 @@ def _ours(
     direction: Direction,
     configs: tuple[tuple[str, KernelConfig], ...],
     inputs: Inputs,
+    beside: dict[str, Tensor],
 ) -> Iterator[_Entrant]:
     """Our kernels under each of the named configs, each having run once."""
     attn = compile(spec)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *descales: Tensor) -> Tensor:
-        named: dict[str, Any] = dict(zip(DESCALES, descales, strict=False))
+        named: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
         out: Tensor = attn(q, k, v, **named)
         return out
 
@@ -193,7 +196,12 @@ def _ours(
 
 
 def _theirs(
-    spec: AttentionSpec, workload: Workload, direction: Direction, peers: list[Peer], inputs: Inputs
+    spec: AttentionSpec,
+    workload: Workload,
+    direction: Direction,
+    peers: list[Peer],
+    inputs: Inputs,
+    beside: dict[str, Tensor],
 ) -> tuple[list[_Entrant], list[Timed]]:
     """The peers that run, each having run once, and those that do not, with the reason."""
     entrants, absent = [], []
@@ -201,7 +209,8 @@ def _theirs(
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                call = _call(peer.make(spec, workload), _ordered(inputs, peer.layout), direction)
+                attend = peer.make(spec, workload, **beside)
+                call = _call(attend, _ordered(inputs, peer.layout), direction)
         except CannotServe as why:
             absent.append(Timed(peer.name, reason=str(why)[:REASON_LENGTH]))
         except Exception as error:  # a peer may fail in any way; the others are still timed

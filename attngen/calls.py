@@ -23,6 +23,7 @@ from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
 from attngen.resolve import device_index_of, on_reset, resolve
+from attngen.score_terms import Sums, placed
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket
@@ -105,7 +106,7 @@ def forward(
         if q.numel() == 0 or v.numel() == 0:
             return [out.make(q).zero_(), lse.make(q).fill_(float("-inf"))]
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
-        extra = [None if x is None else on_16_bytes(x.contiguous()) for x in extra]
+        extra = placed(spec, extra, q, k)
         call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, [out, lse])
     return _launch(call, inputs, extra)[:2]
 
@@ -122,8 +123,12 @@ def backward(
     extra: Sequence[Tensor | None],
     scalars: Sequence[float],
     ints: Sequence[int],
+    needs: Sequence[bool] = (),
 ) -> list[Tensor]:
-    """[dq, dk, dv] of `attngen::bwd`."""
+    """[dq, dk, dv] of `attngen::bwd`, and the gradients of `spec.gradient_args` that `needs` asks
+    for."""
+    if any(needs):
+        return _all_gradients(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints, needs)
     if parsed(text_key).is_fp8:
         return _dequantized_backward(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints)
     inputs: Tensors = (q, k, v, out, lse, dout, dlse)
@@ -138,11 +143,49 @@ def backward(
         out = on_16_bytes(out if out.stride(3) == 1 else out.contiguous())
         lse = on_16_bytes(lse.contiguous())
         dlse = None if dlse is None else on_16_bytes(dlse.contiguous())
-        extra = [None if x is None else on_16_bytes(x) for x in extra]
+        extra = placed(parsed(text_key), extra, q, k)
         inputs = (q, k, v, out, lse, dout, dlse)
         tiles = (q, k, v, dout)
         call = _settled("bwd", text_key, inputs, tiles, extra, scalars, ints, results)
     return _launch(call, inputs, extra)[:3]
+
+
+def _all_gradients(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+    needs: Sequence[bool],
+) -> list[Tensor]:
+    """The gradients of q, k and v, and of what stands between scores and the softmax."""
+    spec = _check(text_key, q, k, v, extra)
+    results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
+    given = dict(zip(spec.tensor_args, extra, strict=True))
+    sums = Sums(spec, needs)
+    if q.numel() == 0 or v.numel() == 0:
+        return [
+            *(each.make(q).zero_() for each in results),
+            *(torch.zeros_like(given[name]) for name in sums.wanted),  # type: ignore[arg-type]  # wanted, so given
+        ]
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    dout = aligned(torch.zeros_like(out) if dout is None else dout)
+    out = on_16_bytes(out if out.stride(3) == 1 else out.contiguous())
+    lse = on_16_bytes(lse.contiguous())
+    dlse = None if dlse is None else on_16_bytes(dlse.contiguous())
+    buffers = sums.made(given, q, k)
+    tensors = [*placed(spec, extra, q, k), *buffers]
+    inputs = (q, k, v, out, lse, dout, dlse)
+    tiles = (q, k, v, dout)
+    call = _settled("bwd", text_key, inputs, tiles, tensors, scalars, ints, results, sums.names)
+    made = _launch(call, inputs, tensors)
+    return [*made[:3], *sums.gradients(given, buffers, out, lse, dout)]
 
 
 def _dequantized_backward(
@@ -214,9 +257,11 @@ def _settled(
     scalars: Sequence[float],
     ints: Sequence[int],
     results: list[Memory],
+    buffers: tuple[str, ...] = (),
 ) -> _Call:
-    """The call of a layout that kernels can take; `tiles` are what descriptors must address."""
-    at = _layout(text_key, (*inputs, *extra), scalars, ints)
+    """The call of a layout that kernels can take; `tiles` are what descriptors must address.
+    `extra` ends with tensors that plan() takes as `buffers` names them."""
+    at = (*_layout(text_key, (*inputs, *extra), scalars, ints), *buffers)
     call = _CALLS.get(at)
     if call is not None:
         return call
@@ -247,7 +292,7 @@ def _settled(
             memory.append(_float32(batch, heads, seqlen_q, dim))
     numbers = _numbers(spec, named, seqlen_q, k.shape[2])
     numbers |= zip(spec.scalar_args, scalars, strict=True)
-    keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args)
+    keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args) + buffers
     run = kernel.prepared(numbers, keywords)
     call = _Call(run, device, memory)
     if not captured:
@@ -270,7 +315,7 @@ def _numbers(
     for side in ("window_left", "window_right"):
         if side in named:
             numbers[side] = min(named[side], MAX_POSITION)
-    if spec.has_positions:
+    if spec.aligns_rows:
         total_q, total_k = named["seqlen_q_total"], named["seqlen_k_total"]
         total_q = seqlen_q if total_q < 0 else total_q
         total_k = seqlen_k if total_k < 0 else total_k

@@ -138,6 +138,11 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         why.append(f"lowering=hopper needs a dtype of 16 or 8 bits, got dtype={spec.dtype}")
     if spec.has_dropout:
         why.append("lowering=hopper has no dropout")
+    why += [
+        f"lowering=hopper has no {name}"
+        for name in ("attn_mask", "bias", "alibi")
+        if getattr(spec, name)
+    ]
     for name, parts in (("head_dim", spec.qk_parts), ("head_dim_v", spec.v_parts)):
         dim, width = getattr(spec, name), sum(part.width for part in parts)
         if spec.is_fp8:

@@ -39,6 +39,10 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("causal", text_spec.is_causal),
             ("window", spec.has_window_left or spec.has_window_right),
             ("softcap", spec.has_softcap),
+            ("mask", spec.attn_mask),
+            ("bias", spec.bias),
+            ("alibi", spec.alibi),
+            ("sinks", spec.sinks),
             ("dropout", spec.has_dropout),
         )
         if on

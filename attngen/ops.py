@@ -38,7 +38,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "bwd(str spec, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout,"
-    " Tensor? dlse, Tensor?[] extra, float[] scalars, SymInt[] ints) -> Tensor[]"
+    " Tensor? dlse, Tensor?[] extra, float[] scalars, SymInt[] ints, bool[] needs=[]) -> Tensor[]"
 )
 _LIBRARY.define("refuse(str[] reasons, Tensor q) -> Tensor")
 
@@ -52,9 +52,30 @@ def _fake_forward(
     return [out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)]
 
 
-def _fake_backward(text_key: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> list[Tensor]:
-    dtype = getattr(torch, parsed(text_key).out_dtype)
-    return [empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], dtype) for x in (q, k, v)]
+def _fake_backward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    extra: Any,
+    scalars: Any,
+    ints: Any,
+    needs: Sequence[bool] = (),
+) -> list[Tensor]:
+    spec = parsed(text_key)
+    dtype = getattr(torch, spec.out_dtype)
+    found = [
+        empty_bshd(x, x.shape[0], x.shape[1], x.shape[2], x.shape[3], dtype) for x in (q, k, v)
+    ]
+    if any(needs):
+        given = dict(zip(spec.tensor_args, extra, strict=True))
+        wanted = zip(spec.gradient_args, needs, strict=True)
+        found += [given[name].new_empty(given[name].shape) for name, need in wanted if need]
+    return found
 
 
 def forward(
@@ -71,13 +92,21 @@ def forward(
     The dispatcher's two passes through Python (Autograd, then the device) cost more than a launch.
     Modes, functorch transforms, tensor subclasses and autocast still go through it.
     """
-    if not _is_plain(q, k, v) or torch.is_autocast_enabled(q.device.type):
+    if not _is_plain(q, k, v, *extra) or torch.is_autocast_enabled(q.device.type):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     _refuse_unsupported_derivatives(q, k, v)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+    if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
+
+
+def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor | None]) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return True
+    return any(x is not None and x.requires_grad for x in extra)
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
@@ -136,10 +165,21 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         tensors = (q, k, v, out, lse, dout, dlse)
         direct = not torch.is_grad_enabled() and _is_plain(*tensors) and not _is_batched(*grads)
         bwd: Any = calls.backward if direct else torch.ops.attngen.bwd
-        dq, dk, dv = bwd(ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
-        needed = ctx.needs_input_grad[3:6]
+        needed, needs = ctx.needs_input_grad[3:6], _needs(ctx.text_key, ctx.needs_input_grad[6:])
+        arguments = (ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
+        dq, dk, dv, *more = bwd(*arguments, needs) if needs else bwd(*arguments)
         found = (g if need else None for g, need in zip((dq, dk, dv), needed, strict=True))
-        return (None, None, None, *found, *(None,) * len(extra))
+        others = [more.pop(0) if need else None for need in ctx.needs_input_grad[6:]]
+        return (None, None, None, *found, *others)
+
+
+def _needs(text_key: str, needed: Sequence[bool]) -> list[bool]:
+    """Which of `spec.gradient_args` want a gradient; empty if none does."""
+    if not any(needed):
+        return []
+    spec = parsed(text_key)
+    named = dict(zip(spec.tensor_args, needed, strict=True))
+    return [named[name] for name in spec.gradient_args]
 
 
 class AttngenDirect(AttngenAttention):
@@ -193,8 +233,8 @@ def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
     _refuse_unsupported_derivatives(q, k, v)
-    direct = _is_plain(q, k, v)
-    if (q.requires_grad or k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
+    direct = _is_plain(q, k, v, *extra)
+    if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         function = AttngenDirect if direct else AttngenAttention
         return list(_apply(function, text_key, scalars, ints, q, k, v, *extra))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from attngen.reference import alignment
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
 
@@ -32,10 +33,14 @@ class CannotServe(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """One implementation; `make` gives its function for a spec and a size."""
+    """One implementation; `make` gives its function for a spec and a size.
+
+    It also takes, by keyword, the spec's attn_mask and bias (1, 1, seqlen_q, seqlen_k), one for all
+    heads, and its alibi_slopes and sinks (batch, num_heads_q).
+    """
 
     name: str
-    make: Callable[[AttentionSpec, Workload], Attend]
+    make: Callable[..., Attend]
     layout: str = "bhsd"
 
 
@@ -66,15 +71,25 @@ def _other_alignment(spec: AttentionSpec, workload: Workload, peers_own: str) ->
     return ("top_left" if spec.causal == "top_left" else "bottom_right") != peers_own
 
 
-def _sdpa(backend: SDPBackend) -> Callable[[AttentionSpec, Workload], Attend]:
-    def make(spec: AttentionSpec, workload: Workload) -> Attend:
+def _sdpa(backend: SDPBackend) -> Callable[..., Attend]:
+    def make(
+        spec: AttentionSpec,
+        workload: Workload,
+        *,
+        attn_mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        **lacking: Tensor,
+    ) -> Attend:
         _refuse(
             "sdpa",
             fp8=spec.is_fp8,
             window=spec.window is not None,
             softcap=spec.has_softcap,
             bottom_right=_other_alignment(spec, workload, "top_left"),
+            alibi=spec.alibi,
+            sinks=spec.sinks,
         )
+        mask = _one_mask(spec, workload, attn_mask, bias)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
@@ -82,8 +97,9 @@ def _sdpa(backend: SDPBackend) -> Callable[[AttentionSpec, Workload], Attend]:
                     q,
                     k,
                     v,
+                    attn_mask=mask,
                     dropout_p=spec.dropout_p,
-                    is_causal=spec.is_causal,
+                    is_causal=spec.is_causal and mask is None,
                     scale=spec.softmax_scale,
                     enable_gqa=workload.group_size > 1,
                 )
@@ -93,27 +109,54 @@ def _sdpa(backend: SDPBackend) -> Callable[[AttentionSpec, Workload], Attend]:
     return make
 
 
-def _math(spec: AttentionSpec, workload: Workload) -> Attend:
+def _one_mask(
+    spec: AttentionSpec, workload: Workload, attn_mask: Tensor | None, bias: Tensor | None
+) -> Tensor | None:
+    """SDPA's attn_mask, with the causal mask in it: it takes one of the two."""
+    if attn_mask is None and bias is None:
+        return None
+    if spec.is_causal:
+        rows, keys = (
+            torch.arange(n, device=_device()) for n in (workload.seqlen_q, workload.seqlen_k)
+        )
+        seen = _visible(spec, workload)(rows, rows, rows[:, None], keys)
+        attn_mask = seen if attn_mask is None else attn_mask & seen
+    mask = attn_mask
+    if bias is not None:
+        mask = bias if attn_mask is None else bias.masked_fill(~attn_mask, float("-inf"))
+    assert mask is not None
+    return mask.expand(workload.batch, workload.num_heads_q, workload.seqlen_q, workload.seqlen_k)
+
+
+def _math(spec: AttentionSpec, workload: Workload, **beside: Tensor) -> Attend:
     scores = workload.batch * workload.num_heads_q * workload.seqlen_q * workload.seqlen_k
     if scores > MATH_SCORES:
         raise CannotServe(f"stores {scores:.1e} scores; timed up to {MATH_SCORES:.1e}")
-    return _sdpa(SDPBackend.MATH)(spec, workload)
+    return _sdpa(SDPBackend.MATH)(spec, workload, **beside)
 
 
-def _flex(mode: str | None) -> Callable[[AttentionSpec, Workload], Attend]:
-    def make(spec: AttentionSpec, workload: Workload) -> Attend:
+def _flex(mode: str | None) -> Callable[..., Attend]:
+    def make(
+        spec: AttentionSpec,
+        workload: Workload,
+        *,
+        attn_mask: Tensor | None = None,
+        bias: Tensor | None = None,
+        alibi_slopes: Tensor | None = None,
+        **lacking: Tensor,
+    ) -> Attend:
         from torch._functorch import config as functorch
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        _refuse("flex", fp8=spec.is_fp8, dropout=spec.has_dropout)
+        _refuse("flex", fp8=spec.is_fp8, dropout=spec.has_dropout, sinks=spec.sinks)
         # its backward is run again and again (retain_graph), which donated buffers forbid
         functorch.donated_buffer = False
         mask = None
-        if spec.has_positions:
+        if spec.has_positions or spec.attn_mask:
             rows, keys = workload.seqlen_q, workload.seqlen_k
-            mask = create_block_mask(
-                _visible(spec, workload), None, None, rows, keys, device=_device()
-            )
+            visible = _visible(spec, workload, attn_mask)
+            mask = create_block_mask(visible, None, None, rows, keys, device=_device())
+        score_mod = _score_mod(spec, workload, bias, alibi_slopes)
         compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -121,7 +164,7 @@ def _flex(mode: str | None) -> Callable[[AttentionSpec, Workload], Attend]:
                 q,
                 k,
                 v,
-                score_mod=_capped(spec),
+                score_mod=score_mod,
                 block_mask=mask,
                 scale=spec.softmax_scale,
                 enable_gqa=workload.group_size > 1,
@@ -137,9 +180,11 @@ def _device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _visible(spec: AttentionSpec, workload: Workload) -> Callable[..., Tensor]:
-    """FlexAttention's mask function of the spec's causal mask and window."""
-    shift = 0 if spec.causal == "top_left" else workload.seqlen_k - workload.seqlen_q
+def _visible(
+    spec: AttentionSpec, workload: Workload, attn_mask: Tensor | None = None
+) -> Callable[..., Tensor]:
+    """FlexAttention's mask function of the spec's causal mask and window, and of a mask."""
+    shift = alignment(spec, workload.seqlen_q, workload.seqlen_k)
     left, right = spec.window or (None, None)
     right = 0 if spec.is_causal else right
     beyond = workload.seqlen_q + workload.seqlen_k  # further than any two rows stand apart
@@ -151,21 +196,37 @@ def _visible(spec: AttentionSpec, workload: Workload) -> Callable[..., Tensor]:
             return ahead <= high
         return (ahead >= low) & (ahead <= high)
 
-    return visible
+    if attn_mask is None:
+        return visible
+    table = attn_mask[0, 0]
+    if not spec.has_positions:
+        return lambda b, h, i, j: table[i, j]
+    return lambda b, h, i, j: visible(b, h, i, j) & table[i, j]
 
 
-def _capped(spec: AttentionSpec) -> Callable[..., Tensor] | None:
+def _score_mod(
+    spec: AttentionSpec, workload: Workload, bias: Tensor | None, slopes: Tensor | None
+) -> Callable[..., Tensor] | None:
+    """FlexAttention's score function of the spec's softcap, bias and ALiBi."""
     cap = spec.softcap
-    if cap is None:
+    table = None if bias is None else bias[0, 0]
+    shift = alignment(spec, workload.seqlen_q, workload.seqlen_k)
+    if cap is None and table is None and slopes is None:
         return None
 
-    def capped(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return cap * torch.tanh(score / cap)
+    def changed(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if cap is not None:
+            score = cap * torch.tanh(score / cap)
+        if table is not None:
+            score = score + table[i, j]
+        if slopes is not None:
+            score = score - slopes[b, h] * (j - i - shift).abs()
+        return score
 
-    return capped
+    return changed
 
 
-def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
+def _flash_attention_3(spec: AttentionSpec, workload: Workload, **lacking: Tensor) -> Attend:
     flash = _flash_module()
     _refuse(
         "fa3",
@@ -174,6 +235,10 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload) -> Attend:
         e5m2=spec.dtype == "float8_e5m2",
         block_scales=spec.has_block_scales,
         top_left=_other_alignment(spec, workload, "bottom_right"),
+        attn_mask=spec.attn_mask,
+        bias=spec.bias,
+        alibi=spec.alibi,
+        sinks=spec.sinks,
     )
     left, right = spec.window or (None, None)
     per_head = (workload.batch, workload.num_heads_kv)

@@ -28,6 +28,7 @@ def _environment() -> jinja2.Environment:
         keep_trailing_newline=True,
     )
     environment.filters["named"] = _named
+    environment.filters["folded"] = _folded
     environment.filters["chomp"] = lambda text: text.removesuffix("\n")
     return environment
 
@@ -35,6 +36,16 @@ def _environment() -> jinja2.Environment:
 def _named(parts: tuple[Part, ...], name: str, form: str = "{}", joined: str = ", ") -> str:
     """The variables of a tiled dim: `acc`, or `acc0, acc1`."""
     return joined.join(form.format(name + part.suffix) for part in parts)
+
+
+def _folded(line: str, indent: int, width: int = 88) -> str:
+    """A list without spaces, broken after commas where it would pass `width`."""
+    lines = [""]
+    for item in line.split(","):
+        if lines[-1] and len(lines[-1]) + len(item) > width:
+            lines.append("")
+        lines[-1] += f"{item},"
+    return f"\n{' ' * indent}".join(lines).removesuffix(",")
 
 
 def direction_of(config: KernelConfig) -> Direction:
@@ -66,6 +77,8 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["causal"] if spec.is_causal else []
     traits += ["window"] if spec.has_window_left or spec.has_window_right else []
     traits += ["softcap"] if spec.has_softcap else []
+    terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
+    traits += [name for name, is_on in terms.items() if is_on]
     traits += ["dropout"] if spec.has_dropout else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
     what = "forward" if direction_of(config) == "fwd" else "backward"

@@ -36,13 +36,10 @@ FP8_SCALES = (None, "tensor", "head", "block")
 SCALE_ROWS = 128
 """Rows that share a scale with fp8_scale="block"."""
 DESCALES = ("q_descale", "k_descale", "v_descale")
+GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
 
 # Fields of the public spec whose kernels are not built yet, with what each would bring.
 _NOT_BUILT = {
-    "alibi": "ALiBi slopes",
-    "bias": "an additive bias",
-    "attn_mask": "a boolean mask",
-    "sinks": "attention sinks",
     "score_mod": "score functions",
     "mask_mod": "mask functions",
     "paged": "a paged KV cache",
@@ -58,7 +55,8 @@ _NOT_BUILT = {
 class AttentionSpec:
     """What one attention computes; frozen and hashable.
 
-    `out = dropout(softmax(mask(softcap(softmax_scale * q @ k.T)))) @ v`, per head.
+    `out = dropout(softmax(mask(softcap(softmax_scale * q @ k.T) + bias - slope * |i - j|))) @ v`,
+    per head.
 
     Args:
         head_dim: columns of q and k, 1 to 512 (above 256 where shared memory allows).
@@ -74,7 +72,14 @@ class AttentionSpec:
         dropout_p: probability, 0 to 1, of dropping an entry of the softmax matrix.
         softmax_scale: multiplies q @ k.T; default 1 / sqrt(head_dim). Zero and negative are legal;
             its size, else, is one that float32 holds.
-        softcap: c > 0 turns a score s into c * tanh(s / c), before masks.
+        softcap: c > 0 turns a score s into c * tanh(s / c), before biases and masks.
+        alibi: calls take alibi_slopes (num_heads_q,) or (batch, num_heads_q), and a score loses
+            slope * |i - j|, in aligned positions (ALiBi, arXiv 2108.12409).
+        bias: calls take bias, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), and add it
+            to the scores; -inf hides a key.
+        attn_mask: calls take attn_mask, bool, of such a shape; False hides a key.
+        sinks: calls take sinks (num_heads_q,), and a row's softmax denominator gains exp(sink);
+            its lse does not.
         layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
         fp8_scale: what shares a scale of FP8 inputs: "tensor" all of it; "head" one key/value head
             of one batch row, with the query heads that read it; "block" 128 rows of that.
@@ -154,6 +159,14 @@ class AttentionSpec:
             for name, what in _NOT_BUILT.items()
             if getattr(self, name) is not None and getattr(self, name) is not False
         ]
+        if self.is_fp8:
+            named = {"attn_mask": self.attn_mask, "bias": self.bias, "alibi": self.alibi}
+            named["sinks"] = self.sinks
+            reasons += [
+                f"{name} with FP8 inputs is not built yet; dequantise them and use bfloat16"
+                for name, is_on in named.items()
+                if is_on
+            ]
         if self.layout == "thd":
             reasons.append('layout="thd" (packed sequences) is not built yet')
         if reasons:
@@ -183,9 +196,34 @@ class AttentionSpec:
         return self.closes_right or self.has_window_left
 
     @property
+    def aligns_rows(self) -> bool:
+        """Positions of queries and keys are compared, so that their alignment counts."""
+        return self.has_positions or self.alibi
+
+    @property
     def places_rows(self) -> bool:
         """A kernel must know where its rows stand in the whole sequence."""
-        return self.has_positions or self.has_dropout
+        return self.aligns_rows or self.has_dropout
+
+    @property
+    def has_score_tiles(self) -> bool:
+        """Something with an entry for each score is read: a mask or a bias."""
+        return self.attn_mask or self.bias
+
+    @property
+    def has_score_terms(self) -> bool:
+        """Something stands between a score and the softmax."""
+        return self.has_score_tiles or self.alibi
+
+    @property
+    def hides_keys(self) -> bool:
+        """Some rows may not see some keys."""
+        return self.has_positions or self.has_score_tiles
+
+    @property
+    def adds_to_scores(self) -> bool:
+        """Something is added to scores after the softcap."""
+        return self.bias or self.alibi
 
     @property
     def has_dropout(self) -> bool:
@@ -237,6 +275,12 @@ class AttentionSpec:
         return self.dtype == "float32" and self.precision == "ieee"
 
     @property
+    def subtracts_maximum(self) -> bool:
+        """The forward subtracts the row's maximum before it scales: nothing is lost of scores of
+        any size, for one instruction more."""
+        return self.is_exact or self.adds_to_scores
+
+    @property
     def largest(self) -> float:
         """The largest finite number of the dtype."""
         return {
@@ -248,8 +292,20 @@ class AttentionSpec:
     @property
     def tensor_args(self) -> tuple[str, ...]:
         """Names of the entries of the op's `extra` list, in order."""
-        names = ("dropout_seed",) if self.has_dropout else ()
+        given = {
+            "dropout_seed": self.has_dropout,
+            "attn_mask": self.attn_mask,
+            "bias": self.bias,
+            "alibi_slopes": self.alibi,
+            "sinks": self.sinks,
+        }
+        names = tuple(name for name, is_given in given.items() if is_given)
         return names + (DESCALES if self.is_fp8 else ())
+
+    @property
+    def gradient_args(self) -> tuple[str, ...]:
+        """Those of `tensor_args` that have a gradient, in order."""
+        return tuple(name for name in self.tensor_args if name in GRADIENT_ARGS)
 
     @property
     def scalar_args(self) -> tuple[str, ...]:
@@ -270,7 +326,7 @@ class AttentionSpec:
         names += ["window_left"] if self.has_window_left else []
         names += ["window_right"] if self.has_window_right else []
         names += ["q_start", "q_step", "k_start", "k_step"] if self.places_rows else []
-        if self.has_positions:
+        if self.aligns_rows:
             names += ["bottom_right", "seqlen_q_total", "seqlen_k_total"]
         names += ["batch_start", "head_start"] if self.has_dropout else []
         return tuple(names)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from attngen.checks import SCORE_FIELDS
 from attngen.errors import SpecError
 from attngen.identity import parsed
 from attngen.spec import DESCALES, AttentionSpec
@@ -38,28 +40,63 @@ def _vmap_forward(
     scalars: Any,
     ints: Any,
 ) -> Any:
-    extra = _fold_extra(text_key, extra, in_dims[4], info.batch_size)
     folded = [_fold(x, d, info.batch_size) for x, d in zip((q, k, v), in_dims[1:4], strict=True)]
+    batch = _sample(q, in_dims[1]).shape[0]
+    extra = _fold_extra(text_key, extra, in_dims[4], info.batch_size, batch)
     results = torch.ops.attngen.fwd(text_key, *folded, extra, scalars, ints)
     return [r.unflatten(0, (info.batch_size, -1)) for r in results], [0] * len(results)
 
 
 def _vmap_backward(info: Any, in_dims: Any, text_key: Any, *arguments: Any) -> Any:
-    tensors, (extra, scalars, ints) = arguments[:7], arguments[7:]
-    extra = _fold_extra(text_key, extra, in_dims[8], info.batch_size)
+    tensors, (extra, scalars, ints, *rest) = arguments[:7], arguments[7:]
+    needs = rest[0] if rest else []
     folded = [
         None if x is None else _fold(x, d, info.batch_size)
         for x, d in zip(tensors, in_dims[1:8], strict=True)
     ]
-    results = torch.ops.attngen.bwd(text_key, *folded, extra, scalars, ints)
-    return [r.unflatten(0, (info.batch_size, -1)) for r in results], [0] * len(results)
+    batch = _sample(tensors[0], in_dims[1]).shape[0]
+    spec = parsed(text_key)
+    # `needs` is empty where none is needed
+    wanted = [n for n, need in zip(spec.gradient_args, needs, strict=False) if need]
+    at = [spec.tensor_args.index(name) for name in wanted]
+    dims = in_dims[8] or (None,) * len(extra)
+    single = [batch > 1 and _sample(extra[n], dims[n]).shape[0] == 1 for n in at]
+    extra = _fold_extra(text_key, extra, dims, info.batch_size, batch, wanted)
+    results = torch.ops.attngen.bwd(text_key, *folded, extra, scalars, ints, needs)
+    results = [r.unflatten(0, (info.batch_size, -1)) for r in results]
+    for n, is_single in enumerate(single, 3):
+        if is_single:
+            grad = results[n]
+            results[n] = grad.sum(1, keepdim=True, dtype=torch.float32).to(grad.dtype)
+    return results, [0] * len(results)
 
 
-def _fold_extra(text_key: str, extra: Any, dims: Any, size: int) -> list[Any]:
-    """The optional tensors of the folded batch."""
+def _sample(x: Tensor, dim: int | None) -> Tensor:
+    """What one sample has."""
+    return x if dim is None else x.select(dim, 0)
+
+
+def _fold_extra(
+    text_key: str, extra: Any, dims: Any, size: int, batch: int, wanted: Sequence[str] = ()
+) -> list[Any]:
+    """The optional tensors of the folded batch; `wanted` ones get a gradient a sample."""
     spec = parsed(text_key)
     each = zip(spec.tensor_args, extra, dims or (None,) * len(extra), strict=True)
-    return [_fold_one(spec, name, x, dim, size) for name, x, dim in each]
+    return [
+        _fold_scores(x, dim, size, batch, name in wanted)
+        if name in SCORE_FIELDS
+        else _fold_one(spec, name, x, dim, size)
+        for name, x, dim in each
+    ]
+
+
+def _fold_scores(x: Tensor, dim: int | None, size: int, batch: int, needed: bool) -> Tensor:
+    """A tensor that acts on scores: its first dim is 1 or the batch. One that all samples and batch
+    rows share stays so, unless each sample needs a gradient of its own."""
+    if dim is None and x.shape[0] == 1 and not needed:
+        return x
+    x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
+    return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
 
 def _fold_one(spec: AttentionSpec, name: str, x: Any, dim: int | None, size: int) -> Any:

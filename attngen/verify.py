@@ -30,6 +30,8 @@ RESULTS: tuple[tuple[str, Direction], ...] = (
     ("dk", "bwd"),
     ("dv", "bwd"),
 )
+GRADIENTS = {"bias": "dbias", "alibi_slopes": "dslopes", "sinks": "dsinks"}
+"""What is compared after those, of a spec that asks for these tensors."""
 Kind = Literal["kernel", "oracle", "yardstick"]
 INTERPRETED_SCORES = 1 << 16
 """Entries of the score matrix up to which the interpreter runs a workload whole."""
@@ -46,7 +48,7 @@ class Check:
     workload: Workload
     direction: Direction
     result: str
-    """One of `RESULTS`."""
+    """One of `RESULTS` or `GRADIENTS`."""
     ok: bool
     error: float
     """Largest absolute error; inf if a NaN or a wrong infinity appeared."""
@@ -85,26 +87,38 @@ def _verify(
     backward = "bwd" in directions
 
     def results(kind: Kind) -> list[Tensor]:
-        wide = torch.float64 if kind == "oracle" else given.dout.dtype
+        is_exact = kind == "oracle"
+        wide = torch.float64 if is_exact else given.dout.dtype
         as_given = kind == "kernel" and spec.is_fp8
         leaves = [x.clone() if as_given else x.to(wide, copy=True) for x in given[:3]]
         for leaf in leaves:
             leaf.requires_grad_(backward)
             leaf.grad_dtype = wide
         q, k, v = leaves
-        out, lse = _attend(kind, spec, q, k, v, given.descales)
+        beside: dict[str, Any] = dict(given.beside)
+        for name in spec.gradient_args:
+            own = beside[name]
+            leaf = own.to(torch.float64 if is_exact else own.dtype, copy=True)
+            beside[name] = leaf.requires_grad_(backward)
+            leaves.append(leaf)
+        out, lse = _attend(kind, spec, q, k, v, beside, given.descales)
         found = [out, lse]
         if backward:
-            found += reference.gradients(out, lse, (q, k, v), given.dout, given.dlse)
+            found += reference.gradients(out, lse, tuple(leaves), given.dout, given.dlse)
         return found
 
     kinds = (results(kind) for kind in get_args(Kind))
-    for (name, direction), actual, wanted, yard in zip(RESULTS, *kinds, strict=False):
+    named = [*RESULTS, *((GRADIENTS[name], "bwd") for name in spec.gradient_args)]
+    for (name, direction), actual, wanted, yard in zip(named, *kinds, strict=False):
         if direction in directions:
-            unit = torch.finfo(actual.dtype).eps
+            # gradients of float32 slopes and sinks come of results in the spec's dtype
+            unit = torch.finfo(actual.dtype if direction == "fwd" else given.dout.dtype).eps
             if name == "lse" and spec.is_fp8:
                 unit = reference.FP8_LSE_EPSILON
-            verdict = reference.judge(actual, wanted, yard, unit)
+            slack = 0.0
+            if name == "dslopes":
+                slack = reference.slopes_slack(workload.seqlen_q, workload.seqlen_k)
+            verdict = reference.judge(actual, wanted, yard, unit, slack)
             yield Check(workload, direction, name, *verdict)
 
 
@@ -114,18 +128,19 @@ def _attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    beside: dict[str, Any],
     descales: tuple[Tensor, ...],
 ) -> tuple[Tensor, Tensor]:
     if kind != "kernel" and descales:
         pairs = zip((q, k, v), descales, strict=True)
         q, k, v = ((x * spread(descale, x)).to(x.dtype) for x, descale in pairs)
     if kind == "oracle":
-        return reference.attention(spec, q, k, v, seed=SEED)
+        return reference.attention(spec, q, k, v, **beside, seed=SEED)
     if kind == "yardstick":
         narrow = None if q.dtype == torch.float32 else q.dtype
-        return reference.yardstick(spec, q, k, v, narrow, seed=SEED)
-    scales: dict[str, Any] = dict(zip(DESCALES, descales, strict=False))
-    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **scales)
+        return reference.yardstick(spec, q, k, v, narrow, **beside, seed=SEED)
+    tensors: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
+    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **tensors)
     return out, lse
 
 
@@ -135,6 +150,8 @@ class _Inputs(NamedTuple):
     v: Tensor
     dout: Tensor
     dlse: Tensor
+    beside: dict[str, Tensor]
+    """attn_mask, bias, alibi_slopes and sinks: those of the spec."""
     descales: tuple[Tensor, ...] = ()
 
 
@@ -148,14 +165,34 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator).to(device, dtype)
 
-    found = _Inputs(
-        normal(batch, heads_q, rows, spec.head_dim),
-        normal(batch, heads_kv, keys, spec.head_dim),
-        normal(batch, heads_kv, keys, spec.head_dim_v),
-        normal(batch, heads_q, rows, spec.head_dim_v),
-        normal(batch, heads_q, rows).float(),
-    )
+    q = normal(batch, heads_q, rows, spec.head_dim)
+    k = normal(batch, heads_kv, keys, spec.head_dim)
+    v = normal(batch, heads_kv, keys, spec.head_dim_v)
+    dout = normal(batch, heads_q, rows, spec.head_dim_v)
+    dlse = normal(batch, heads_q, rows).float()
+    beside: dict[str, Tensor] = {}
+    if spec.attn_mask:
+        beside["attn_mask"] = _mask(normal(batch, 1, rows, keys))
+    if spec.bias:
+        beside["bias"] = _some_hidden(normal(1, heads_q, rows, keys))
+    if spec.alibi:
+        nth = torch.arange(1.0, heads_q + 1, device=device)
+        beside["alibi_slopes"] = 2 ** (-8 / heads_q * nth)
+    if spec.sinks:
+        beside["sinks"] = normal(heads_q).float()
     if spec.fp8_scale is None:
-        return found
-    q, k, v, *descales = quantize(*found[:3], dtype=spec.dtype, scale=spec.fp8_scale)
-    return found._replace(q=q, k=k, v=v, descales=tuple(descales))
+        return _Inputs(q, k, v, dout, dlse, beside)
+    q, k, v, *descales = quantize(q, k, v, dtype=spec.dtype, scale=spec.fp8_scale)
+    return _Inputs(q, k, v, dout, dlse, beside, tuple(descales))
+
+
+def _mask(normal: Tensor) -> Tensor:
+    """Keeps 84 %; every fifth row sees nothing."""
+    mask = normal < 1
+    mask[:, :, 4::5] = False
+    return mask
+
+
+def _some_hidden(bias: Tensor) -> Tensor:
+    """The bias, with -inf for a sixth of its entries."""
+    return bias.masked_fill(bias > 1, float("-inf"))

@@ -63,7 +63,7 @@ def make_qkv(
 
 
 def oracle_options(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Options of `attngen.attention` in the oracle's words."""
+    """Options of `attngen.attention`, attn_mask among them, in the oracle's words."""
     causal = options.get("causal", False)
     named: dict[str, Any] = {
         "causal": causal is not False,
@@ -72,6 +72,8 @@ def oracle_options(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, A
         "scale": options.get("softmax_scale"),
         "softcap": options.get("softcap") or 0.0,
     }
+    if options.get("attn_mask") is not None:
+        named["mask"] = options["attn_mask"]
     if options.get("dropout_p"):
         p, seed = options["dropout_p"], options["dropout_seed"]
         keep = attngen.dropout_keep(seed, *q.shape[:3], k.shape[2], p)
@@ -86,13 +88,16 @@ def assert_exact(
     v: Tensor,
     options: dict[str, Any] | None = None,
     *,
+    scores: dict[str, Tensor] | None = None,
     with_lse_gradient: bool = True,
 ) -> None:
     """`attend(q, k, v)` -> (out, lse) and all its gradients are as good as plain PyTorch's.
 
     The judge is the cases': twice the error of PyTorch in the same dtype plus a rounding band.
-    `options` are those of `attngen.attention`, for the oracle.
+    `options` are those of `attngen.attention`, for the oracle, and so are `scores`, the bias,
+    alibi_slopes and sinks that `attend` uses: their gradients are compared where they require one.
     """
+    scores = scores or {}
     named = oracle_options(options or {}, q, k)
     out, lse = attend(q, k, v)
     do = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
@@ -102,14 +107,20 @@ def assert_exact(
         dlse = torch.randn(lse.shape, generator=torch.Generator().manual_seed(2)).to(lse.device)
         loss.append(lse)
         grads.append(dlse.masked_fill(torch.isinf(lse.detach()), 0.0))
-    got = torch.autograd.grad(loss, (q, k, v), grads)
     inputs = dict(zip("qkv", (q, k, v), strict=True))
+    inputs |= {name: x for name, x in scores.items() if x.requires_grad}
+    fixed = {name: x for name, x in scores.items() if not x.requires_grad}
+    got = torch.autograd.grad(loss, list(inputs.values()), grads)
     narrow = q.dtype if q.dtype != torch.float32 else None
 
     def solve(**how: Any) -> tuple[Any, dict[str, Tensor]]:
         leaf = how.get("math_dtype", torch.float64)
         return oracle.gradients(
-            lambda **x: oracle.attention(**x, **named, **how), inputs, do, dlse, leaf_dtype=leaf
+            lambda **x: oracle.attention(**x, **fixed, **named, **how),
+            inputs,
+            do,
+            dlse,
+            leaf_dtype=leaf,
         )
 
     right, right_grads = solve()
@@ -119,10 +130,13 @@ def assert_exact(
         ("lse", lse, right.lse, yard.lse, lse.dtype),
     ]
     rows += [
-        (f"d{name}", grad, right_grads[name], yard_grads[name], q.dtype)
-        for name, grad in zip("qkv", got, strict=True)
+        (f"d{name}", grad, right_grads[name], yard_grads[name], inputs[name].dtype)
+        for name, grad in zip(inputs, got, strict=True)
     ]
     for name, actual, want, about, dtype in rows:
+        assert actual.dtype == dtype, name
+        if name in ("dbias", "dalibi_slopes", "dsinks"):  # no finer than the out that they use
+            dtype = max(dtype, q.dtype, key=lambda each: torch.finfo(each).eps)
         good, why = oracle.judge(actual, want, dtype, yard=about)
         assert good, f"{name}: {why}"
 

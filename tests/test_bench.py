@@ -24,6 +24,7 @@ from attngen.lookup import Found
 from attngen.peers import Peer, all_peers
 from attngen.reference import attention
 from attngen.spec import AttentionSpec
+from attngen.tuner.case import beside_of
 from attngen.workload import Workload
 
 pytestmark = [
@@ -78,12 +79,26 @@ def test_flops_are_halved_if_causal_and_take_both_dims() -> None:
     )
 
 
+def assert_computes(name: str, spec: AttentionSpec, sizes: Workload) -> None:
+    q, k, v = benches._inputs(spec, sizes, "cpu")
+    beside = beside_of(spec, sizes, "cpu", torch.Generator().manual_seed(0))
+    out = by_name(name).make(spec, sizes, **beside)(q, k, v)
+    want, _ = attention(spec, q, k, v, **beside)
+    torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("spec", [SPEC, dataclasses.replace(SPEC, causal=False)], ids=str)
 @pytest.mark.parametrize("name", ["sdpa math", "sdpa flash"])
 def test_sdpa_peers_compute_the_spec(name: str, spec: AttentionSpec) -> None:
-    q, k, v = benches._inputs(spec, SIZES, "cpu")
-    out = by_name(name).make(spec, SIZES)(q, k, v)
-    torch.testing.assert_close(out.double(), attention(spec, q, k, v)[0], atol=1e-5, rtol=1e-5)
+    assert_computes(name, spec, SIZES)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "named", [{"attn_mask": True}, {"bias": True}, {"attn_mask": True, "bias": True}], ids=str
+)
+def test_sdpa_takes_masks_and_biases(named: dict[str, bool], causal: bool) -> None:
+    assert_computes("sdpa math", dataclasses.replace(SPEC, causal=causal, **named), SIZES)
 
 
 @pytest.mark.parametrize(
@@ -110,10 +125,8 @@ def test_flex_mask_is_the_specs(spec: AttentionSpec) -> None:
 @pytest.mark.slow
 def test_flex_computes_the_spec() -> None:
     spec = dataclasses.replace(SPEC, window=(5, None), softcap=2.0)
-    sizes = Workload(1, 4, 2, 128, 256)
-    q, k, v = benches._inputs(spec, sizes, "cpu")
-    out = by_name("flex").make(spec, sizes)(q, k, v)
-    torch.testing.assert_close(out.double(), attention(spec, q, k, v)[0], atol=1e-5, rtol=1e-5)
+    spec = dataclasses.replace(spec, attn_mask=True, bias=True, alibi=True)
+    assert_computes("flex", spec, Workload(1, 4, 2, 128, 256))
 
 
 def test_flex_is_made_with_and_without_a_mask() -> None:
@@ -128,6 +141,8 @@ def test_flex_is_made_with_and_without_a_mask() -> None:
         ("sdpa math", AttentionSpec(head_dim=16, softcap=2.0), "no softcap"),
         ("flex", AttentionSpec(head_dim=16, dropout_p=0.5), "no dropout"),
         ("flex max-autotune", AttentionSpec(head_dim=16, dropout_p=0.5), "no dropout"),
+        ("sdpa math", AttentionSpec(head_dim=16, alibi=True, sinks=True), "no alibi, sinks"),
+        ("flex", AttentionSpec(head_dim=16, sinks=True), "no sinks"),
         ("fa3", SPEC, "fa3_fwd_interface"),
     ],
 )

@@ -14,7 +14,7 @@ import run  # isort: skip  (beside the cases; support put its folder on the path
 
 BIG = ("big", "ring", "varlen_uniform", "varlen_cycle")
 """Needs a large GPU (tests/gpu) or several ranks (a later issue)."""
-NOT_BUILT = ("alibi", "sinks", "bias", "mask", "varlen", "paged")
+NOT_BUILT = ("varlen", "paged")
 SLOW_IDS = {"SHQ-1", "TAI-1", "DIM-1", "DIM-5", "DVD-1"}
 """Over five seconds in the interpreter."""
 FIRST = 3

@@ -36,6 +36,8 @@ SPECS = {
     "causal-window-dropout": {"causal": True, "window": (511, 0), "dropout_p": 0.1},
     "softcap-window": {"window": (63, 31), "softcap": 30.0},
     "d96-v40": {"head_dim": 96, "head_dim_v": 40},
+    "bias-mask": {"bias": True, "attn_mask": True, "causal": True},
+    "alibi-sinks": {"alibi": True, "sinks": True, "softcap": 30.0, "head_dim": 128},
     "float32": {"dtype": "float32", "head_dim": 32, "causal": True},
     "e5m2-block": {"dtype": "float8_e5m2", "fp8_scale": "block", "causal": True},
 }

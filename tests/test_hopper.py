@@ -101,6 +101,13 @@ def numbers_of(spec: AttentionSpec, rows: int, keys: int) -> dict[str, Any]:
     return numbers
 
 
+def terms_of(spec: AttentionSpec, q: Tensor) -> dict[str, Tensor]:
+    """What stands between scores and the softmax; sinks beside rows' sums, and far above."""
+    if not spec.sinks:
+        return {}
+    return {"sinks": torch.linspace(-1.0, 60.0, q.shape[1]).expand(q.shape[:2])}
+
+
 def unwritten(like: Tensor, dim: int, dtype: torch.dtype) -> Tensor:
     """A result, stored (batch, seqlen, heads, dim)."""
     batch, heads, rows, _ = like.shape
@@ -124,7 +131,7 @@ def forward(
     if out is None:
         out = unwritten(q, spec.head_dim_v, torch.float32 if partial else q.dtype)
     lse = torch.full(q.shape[:3], UNWRITTEN)
-    numbers = numbers_of(spec, q.shape[2], k.shape[2]) | placed
+    numbers = numbers_of(spec, q.shape[2], k.shape[2]) | terms_of(spec, q) | placed
     plan = module.plan(q, k, v, out, lse, **numbers)
     run(plan[:1], seed)
     assert bool(lse.isnan().any()) == goes_again
@@ -135,8 +142,9 @@ def forward(
 def assert_forward(
     spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    want = reference.attention(spec, q, k, v)
-    yard = reference.yardstick(spec, q, k, v, q.dtype)
+    terms = terms_of(spec, q)
+    want = reference.attention(spec, q, k, v, **terms)
+    yard = reference.yardstick(spec, q, k, v, q.dtype, **terms)
     for name, actual, wanted, about, eps in (
         ("out", out, want[0], yard[0], torch.finfo(out.dtype).eps),
         ("lse", lse, want[1], yard[1], torch.finfo(torch.float32).eps),
@@ -146,6 +154,7 @@ def assert_forward(
 
 
 FORWARD = [
+    pytest.param(64, {"sinks": True, "causal": True}, (130, None, (2, 1)), {}, id="sinks"),
     pytest.param(64, {}, (200, None, (2, 1)), {}, id="d64"),
     pytest.param(
         64,
@@ -530,14 +539,15 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv from the oracle's out and lse; `goes_again` as in forward()."""
     batch, heads, rows, dim = q.shape
-    out, lse = results_of or reference.attention(spec, q, k, v)
+    terms = terms_of(spec, q)
+    out, lse = results_of or reference.attention(spec, q, k, v, **terms)
     out, lse = out.to(q.dtype), lse.float()
     results = [unwritten(x, x.shape[3], x.dtype) for x in (q, k, v)]
     nan = float("nan")
     scratch = [torch.full((batch, heads, 2, -(-rows // 128) * 128), nan)]
     if "dq_sum" in module.plan.__code__.co_varnames:
         scratch.append(torch.full((batch, heads, rows, dim), nan))
-    numbers = numbers_of(spec, rows, k.shape[2]) | placed
+    numbers = numbers_of(spec, rows, k.shape[2]) | terms | placed
     plan = module.plan(q, k, v, out, lse, do, dlse, *results, *scratch, **numbers)
     careful = [launch[0].__name__.endswith("again") for launch in plan]
     assert careful == sorted(careful)
@@ -559,13 +569,15 @@ def assert_backward(
     got: tuple[Tensor, ...],
     dlse: Tensor | None = None,
 ) -> None:
+    terms = terms_of(spec, q)
+
     def solve(dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = tuple(x.detach().to(dtype).requires_grad_() for x in (q, k, v))
         exact = dtype == torch.float64
         made = (
-            reference.attention(spec, *leaves)
+            reference.attention(spec, *leaves, **terms)
             if exact
-            else reference.yardstick(spec, *leaves, q.dtype)
+            else reference.yardstick(spec, *leaves, q.dtype, **terms)
         )
         grads: tuple[Tensor, ...] = reference.gradients(*made, leaves, do, dlse)
         return grads
@@ -578,6 +590,7 @@ def assert_backward(
 
 
 BACKWARD = [
+    pytest.param(64, {"sinks": True, "causal": True}, (130, None, (2, 1)), {}, id="sinks"),
     pytest.param(64, {}, (200, None, (2, 1)), {}, id="d64"),
     pytest.param(64, {"causal": True}, (200, None, (2, 1)), {"block_m": 128}, id="d64-causal"),
     pytest.param(96, {"causal": True}, (130, None, (2, 1)), {}, id="d96-causal"),

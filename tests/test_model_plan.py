@@ -304,12 +304,28 @@ def test_window_patterns_agree(fields: dict[str, Any]) -> None:
 def test_t5_self_attention_has_a_bias_and_cross_attention_has_none() -> None:
     plan = plan_model(T5)
     base = "head_dim=64,dtype=bfloat16"
+    scale, drop = "softmax_scale=1.0", "dropout_p=0.1,softmax_scale=1.0"
     assert rows(plan) == [
-        f"{base},dropout_p=0.1,softmax_scale=1.0 16,8,8,512,512 fwd+bwd",
-        f"{base},softmax_scale=1.0 16,8,8,1,512 fwd",
+        f"{base},{drop},bias=true 16,8,8,512,512 fwd+bwd",
+        f"{base},{scale},bias=true 1,8,8,512,512 fwd",
+        f"{base},causal=true,{drop},bias=true 16,8,8,512,512 fwd+bwd",
+        f"{base},causal=true,{scale},bias=true 16,8,8,1,512 fwd",
+        f"{base},{drop} 16,8,8,512,512 fwd+bwd",
+        f"{base},{scale} 16,8,8,1,512 fwd",
     ]
-    assert set(skips(plan)) == {"6 encoder layers", "4 decoder layers"}
-    assert all("bias" in why and "not built" in why for why in skips(plan).values())
+    assert not skips(plan)
+
+
+@pytest.mark.parametrize(
+    ("config", "field"),
+    [
+        pytest.param({"model_type": "gpt_oss"}, "sinks", id="sinks"),
+        pytest.param({"alibi": True}, "alibi", id="alibi"),
+    ],
+)
+def test_sinks_and_alibi_are_planned(config: dict[str, Any], field: str) -> None:
+    plan = plan_model(LLAMA3 | config, phases=["prefill"], seqlens=[4096])
+    assert rows(plan) == [f"{CAUSAL},{field}=true 1,32,8,4096,4096 fwd"]
 
 
 def test_whisper_has_two_longest_lengths() -> None:
@@ -348,10 +364,6 @@ def test_llava_is_text_and_image_encoder() -> None:
             ("'linear_attention'", "no attention that is built"),
             id="linear",
         ),
-        pytest.param(
-            LLAMA3 | {"model_type": "gpt_oss"}, "32 decoder layers", ("sinks",), id="sinks"
-        ),
-        pytest.param(LLAMA3 | {"alibi": True}, "32 decoder layers", ("ALiBi",), id="alibi"),
         pytest.param(
             DEEPSEEK_V3 | {"index_topk": 2048}, "all layers", ("sparse",), id="deepseek-v3.2"
         ),
@@ -482,7 +494,7 @@ def test_list_of_jobs() -> None:
         {
             "job": [
                 JOB | {"direction": "fwd", "why": "the long one"},
-                JOB | {"spec": "head_dim=64,bias=true"},
+                JOB | {"spec": "head_dim=64,paged=true"},
                 JOB | {"workload": "4,32,8,4000,4000"},
             ]
         }
@@ -691,9 +703,10 @@ def test_job_without_a_config_does_not_stop_the_others(tmp_path: Path, tuned: li
 
 
 def test_nothing_to_tune_is_a_failure(tmp_path: Path, tuned: list[str]) -> None:
-    result = tune("--model", file(tmp_path, LLAMA3 | {"alibi": True}), "--gpu", "sm_80")
+    config = LLAMA3 | {"attention_chunk_size": 8192, "layer_types": ["chunked_attention"] * 32}
+    result = tune("--model", file(tmp_path, config), "--gpu", "sm_80")
     assert (result.exit_code, tuned) == (1, [])
-    assert "ALiBi" in result.stderr
+    assert "chunked-local" in result.stderr
     assert "nothing of this model can be tuned" in result.stderr
 
 

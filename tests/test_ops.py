@@ -682,10 +682,6 @@ def test_option_is_honoured(path: str, options: dict[str, Any]) -> None:
 
 
 UNBUILT_FIELDS: dict[str, Any] = {
-    "alibi": True,
-    "bias": True,
-    "attn_mask": True,
-    "sinks": True,
     "score_mod": lambda *x: x[0],
     "mask_mod": lambda *x: True,
     "paged": True,
@@ -705,10 +701,6 @@ def test_spec_field_that_is_not_built_is_refused(field: str) -> None:
 
 
 UNBUILT_TENSORS = [
-    "bias",
-    "attn_mask",
-    "alibi_slopes",
-    "sinks",
     "cu_seqlens_q",
     "cu_seqlens_k",
     "seqused_q",

@@ -45,7 +45,14 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_float32": ({"dtype": "float32"}, FWD),
     "fwd_descriptor": ({}, FWD_TMA),
     "fwd_fp8_block": ({"dtype": "float8_e4m3fn", "fp8_scale": "block"}, FWD),
+    "fwd_mask": ({"attn_mask": True}, FWD),
+    "fwd_bias": ({"bias": True}, FWD),
+    "fwd_alibi": ({"alibi": True}, FWD),
+    "fwd_sinks": ({"sinks": True}, FWD),
     "bwd_base": ({}, BWD),
+    "bwd_bias": ({"bias": True}, BWD),
+    "bwd_alibi": ({"alibi": True}, BWD),
+    "bwd_sinks": ({"sinks": True}, BWD),
     "bwd_atomic": ({}, BWD_ATOMIC),
     "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
     "fwd_hopper": ({"causal": True}, HopperFwdConfig(turns=True, q_buffers=2)),
@@ -98,6 +105,18 @@ FP8_MATRIX = [
 ]  # fmt: skip
 
 
+TERMS_MATRIX = [
+    AttentionSpec(head_dim=64, **scores, **mask, **rest)
+    for scores, mask, rest in itertools.product(
+        ({"bias": True}, {"attn_mask": True}, {"alibi": True}, {"sinks": True},
+         {"bias": True, "alibi": True}, {"bias": True, "attn_mask": True, "sinks": True},
+         {"bias": True, "attn_mask": True, "alibi": True, "sinks": True}),
+        ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}),
+        ({}, {"dropout_p": 0.1, "softcap": 9.0}, {"dtype": "float32", "softcap": 9.0}),
+    )
+]  # fmt: skip
+
+
 HOPPER_MATRIX = [
     AttentionSpec(**dims, **mask, **cap)
     for dims, mask, cap in itertools.product(
@@ -105,7 +124,7 @@ HOPPER_MATRIX = [
          {"head_dim": 192, "head_dim_v": 128}),
         ({}, {"causal": True}, {"causal": True, "window": (7, 0)}, {"window": (None, 7)},
          {"window": (7, 7)}),
-        ({}, {"softcap": 9.0}),
+        ({}, {"softcap": 9.0}, {"sinks": True}),
     )
 ]  # fmt: skip
 
@@ -117,6 +136,9 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in FP8_MATRIX[::step]:
         hopper = [] if unserved_anywhere(spec) else hopper_variants(spec, "fwd")
         for config in (*structural_variants("fwd"), *hopper):
+            yield spec, config
+    for spec in TERMS_MATRIX[::step]:
+        for config in (*structural_variants("fwd"), *structural_variants("bwd")):
             yield spec, config
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):

@@ -131,9 +131,9 @@ def test_bad_json_is_a_spec_error(text: str) -> None:
 
 def test_unsupported_spec_lists_every_reason() -> None:
     with pytest.raises(UnsupportedSpecError) as raised:
-        AttentionSpec(head_dim=64, alibi=True, sinks=True, layout="thd")
+        AttentionSpec(head_dim=64, paged=True, documents=True, layout="thd")
     assert len(raised.value.reasons) == 3
-    for piece in ("alibi", "sinks", 'layout="thd"'):
+    for piece in ("paged", "documents", 'layout="thd"'):
         assert piece in str(raised.value)
 
 
@@ -167,6 +167,10 @@ CHANGES: list[tuple[str, Any, bool]] = [
     ("deterministic", True, True),
     ("deterministic", None, False),
     ("batch_invariant", True, True),
+    ("attn_mask", True, True),
+    ("bias", True, True),
+    ("alibi", True, True),
+    ("sinks", True, True),
 ]
 
 
@@ -184,8 +188,8 @@ def test_text_key_changes_only_with_what_the_text_may_see(
 
 def test_every_built_field_is_among_the_changes() -> None:
     """A new field must say whether the text sees it."""
-    unbuilt = {"alibi", "bias", "attn_mask", "sinks", "score_mod", "mask_mod", "paged"}
-    unbuilt |= {"prefix_lm", "documents", "tree_mask", "block_map", "chunk"}
+    unbuilt = {"score_mod", "mask_mod", "paged", "prefix_lm", "documents", "tree_mask"}
+    unbuilt |= {"block_map", "chunk"}
     with_dtype = {"fp8_scale"}  # cannot change alone: test_fp8_attention
     assert {field for field, *_ in CHANGES} == set(FIELDS) - unbuilt - with_dtype
 
@@ -203,6 +207,13 @@ def test_argument_lists_name_what_the_spec_needs() -> None:
     assert full.tensor_args == ("dropout_seed",)
     assert full.scalar_args == ("softmax_scale", "softcap", "dropout_p")
     assert "window_left" in full.int_args and "window_right" not in full.int_args
+    scores = AttentionSpec(
+        head_dim=8, dropout_p=0.1, attn_mask=True, bias=True, alibi=True, sinks=True
+    )
+    assert scores.tensor_args == ("dropout_seed", "attn_mask", "bias", "alibi_slopes", "sinks")
+    assert scores.gradient_args == ("bias", "alibi_slopes", "sinks")
+    assert "bottom_right" in scores.int_args  # distances count from aligned rows
+    assert "bottom_right" not in AttentionSpec(head_dim=8, attn_mask=True, bias=True).int_args
 
 
 # ---- head dims ------------------------------------------------------------------------------

@@ -160,6 +160,23 @@ def test_gate_refuses_a_wrong_kernel():
     assert not any(verdict.ok for verdict in verdicts.values())
 
 
+def test_gate_checks_gradients_of_bias_and_slopes():
+    """A bias of each head's own and one that all share, whose gradient starts at 0 each time."""
+    spec = AttentionSpec(head_dim=16, bias=True, attn_mask=True, alibi=True, sinks=True)
+    small = gate.SmallGate(spec, "bwd", 2, "cpu")
+    assert [each.dbias.shape[:2] for each in small.cases] == [(1, 2), (1, 1)]
+    for _ in range(2):
+        verdict = small.check(BWD)
+        assert verdict.ok, verdict.detail
+    each = small.cases[0]
+    assert set(each.results(BWD)) == {"dq", "dk", "dv", "dbias", "dslopes"}
+    expected = gate.whole(each)
+    each.dbias[0, 1, 2, 3] += 1
+    each.slope_sums[0, 1] += 100
+    verdicts = dict(gate._verdicts(each.spec, each.results(BWD), expected))
+    assert {name for name, verdict in verdicts.items() if not verdict.ok} == {"dbias", "dslopes"}
+
+
 def test_prediction_from_end_to_end(tmp_path):
     events: list[dict] = []
     (report,) = tune(

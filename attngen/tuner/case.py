@@ -6,7 +6,7 @@ same dtypes, strides and alignments and so the same compiled kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
 from attngen.reference import alignment, scale_of
+from attngen.score_terms import SUM_KEYS
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
 
@@ -48,6 +49,10 @@ class Case:
     """Of q, k and v, if these are FP8."""
     v_t: Tensor | None = None
     """Scratch of the hopper lowering for these."""
+    beside: dict[str, Tensor] = field(default_factory=dict)
+    """attn_mask, bias, alibi_slopes and sinks: those of the spec, as the oracle takes them."""
+    dbias: Tensor | None = None
+    slope_sums: Tensor | None = None
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,10 +77,18 @@ class Case:
             named["window_left"] = left
         if spec.has_window_right:
             named["window_right"] = right
-        if spec.has_positions:
+        if spec.aligns_rows:
             named["align"] = alignment(spec, sizes.seqlen_q, sizes.seqlen_k)
         if spec.is_fp8:
             named |= zip(DESCALES, self.descales, strict=True)
+        heads = (sizes.batch, sizes.num_heads_q)
+        scores = (*heads, sizes.seqlen_q, sizes.seqlen_k)
+        for name, tensor in self.beside.items():
+            named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
+        if self.dbias is not None:
+            named["dbias"] = self.dbias.expand(scores)
+        if self.slope_sums is not None:
+            named["slope_sums"] = self.slope_sums
         return named
 
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
@@ -89,15 +102,25 @@ class Case:
 
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
-        names = ("dq", "dk", "dv") if config.direction == "bwd" else ("out", "lse")
-        return {name: getattr(self, name) for name in names}
+        if config.direction == "fwd":
+            return {"out": self.out, "lse": self.lse}
+        named = {name: getattr(self, name) for name in ("dq", "dk", "dv")}
+        if self.dbias is not None:
+            named["dbias"] = self.dbias
+        if self.slope_sums is not None:
+            named["dslopes"] = self.slope_sums.sum(2)
+        return named
 
     def spoil(self, config: KernelConfig) -> None:
-        """Fill what the kernel must write with NaN, so that stale results pass no check."""
-        written = [self.rows, self.dq_sum, self.v_t, *self.results(config).values()]
-        for tensor in written:
-            if tensor is not None:
-                tensor.fill_(float("nan"))
+        """Fill what the kernel must write with NaN, so that stale results pass no check, and what
+        it adds to with 0."""
+        written = [self.out, self.lse, self.v_t]
+        if config.direction == "bwd":
+            written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
+        for tensors, value in ((written, float("nan")), ([self.dbias, self.slope_sums], 0.0)):
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.fill_(value)
 
 
 def tunable(spec: AttentionSpec) -> AttentionSpec:
@@ -106,8 +129,22 @@ def tunable(spec: AttentionSpec) -> AttentionSpec:
     return spec if scale is None else replace(spec, softmax_scale=abs(scale) or None)
 
 
-def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool) -> Case:
-    """A case with random inputs and uninitialised outputs."""
+def make(
+    spec: AttentionSpec,
+    workload: Workload,
+    device: str,
+    *,
+    backward: bool,
+    learns_scores: bool = False,
+    shares_scores: bool = True,
+) -> Case:
+    """A case with random inputs and uninitialised outputs.
+
+    Args:
+        learns_scores: a backward also computes the gradients of bias and slopes.
+        shares_scores: one mask and one bias for every head of the batch: else a long
+            workload's would not fit.
+    """
     spec = tunable(spec)
     batch, heads, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
     rows, keys = workload.seqlen_q, workload.seqlen_k
@@ -141,6 +178,11 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
             "rows": numbers(batch, heads, 2, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
+    beside = beside_of(spec, workload, device, generator, shares_scores=shares_scores)
+    if backward and learns_scores and spec.bias:
+        named["dbias"] = numbers(*beside["bias"].shape)
+    if backward and learns_scores and spec.alibi:
+        named["slope_sums"] = numbers(batch, heads, -(-keys // SUM_KEYS))
     q, k, v = filled(heads, rows, dim), filled(heads_kv, keys, dim), filled(heads_kv, keys, dim_v)
     descales: tuple[Tensor, ...] = ()
     if spec.is_fp8:
@@ -157,8 +199,41 @@ def make(spec: AttentionSpec, workload: Workload, device: str, *, backward: bool
         seed=torch.full((1,), SEED, dtype=torch.int64, device=device),
         descales=descales,
         v_t=transposed(v).make(v) if spec.is_fp8 else None,
+        beside=beside,
         **named,
     )
+
+
+def beside_of(
+    spec: AttentionSpec,
+    sizes: Workload,
+    device: str,
+    generator: torch.Generator | None,
+    *,
+    shares_scores: bool = True,
+) -> dict[str, Tensor]:
+    """What a spec's calls bring beside q, k and v: a mask that keeps nine of ten keys, but none in
+    one row; a bias that hides one key; and what each head has of its own."""
+    heads = (sizes.batch, sizes.num_heads_q)
+    scores = (*((1, 1) if shares_scores else heads), sizes.seqlen_q, sizes.seqlen_k)
+
+    def normal(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.randn(shape, dtype=dtype, device=device, generator=generator)
+
+    made: dict[str, Tensor] = {}
+    if spec.attn_mask:
+        mask = torch.empty(scores, dtype=torch.bool, device=device)
+        made["attn_mask"] = mask.bernoulli_(0.9, generator=generator)
+        mask[:, :, 7:8] = False
+    if spec.bias:
+        made["bias"] = normal(scores, getattr(torch, spec.dtype))
+        made["bias"][..., 7:8] = float("-inf")
+    if spec.alibi:
+        nth = torch.arange(1.0, heads[1] + 1, device=device)
+        made["alibi_slopes"] = (2 ** (-8 / heads[1] * nth)).repeat(heads[0], 1)
+    if spec.sinks:
+        made["sinks"] = normal(heads, torch.float32)
+    return made
 
 
 def _quantized(spec: AttentionSpec, *inputs: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:

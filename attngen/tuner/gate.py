@@ -36,7 +36,7 @@ class Expected(NamedTuple):
 
 
 def epsilon(spec: AttentionSpec, name: str) -> float:
-    """The rounding unit of a result."""
+    """The rounding unit of a result, or of what it is made of."""
     narrow = torch.float16 if spec.precision == "tf32" else getattr(torch, spec.out_dtype)
     unit = float(torch.finfo(narrow).eps)
     if name == "lse":
@@ -47,7 +47,10 @@ def epsilon(spec: AttentionSpec, name: str) -> float:
 
 
 def small_workloads(group_size: int, interpret: bool) -> list[Workload]:
-    """Shapes for every config: one that no tile divides, and one with more rows than keys."""
+    """Shapes for every config: one that no tile divides, and one with more rows than keys.
+
+    Where there is more than one batch row, they share a mask and a bias.
+    """
     if interpret:
         group = min(group_size, _INTERPRETED_GROUP)
         return [Workload(1, group, 1, 75, 139)]
@@ -72,9 +75,19 @@ class SmallGate:
         self._interpret = device == "cpu"
         self._backward = direction == "bwd"
         spec = small_spec(spec)
+        workloads = small_workloads(group_size, self._interpret)
+        if self._interpret and self._backward and spec.bias:  # a gradient that is added to
+            workloads.append(replace(workloads[0], batch=2, seqlen_q=33, seqlen_k=40))
         self.cases = [
-            case.make(spec, sizes, device, backward=self._backward)
-            for sizes in small_workloads(group_size, self._interpret)
+            case.make(
+                spec,
+                sizes,
+                device,
+                backward=self._backward,
+                learns_scores=True,
+                shares_scores=sizes.batch > 1,
+            )
+            for sizes in workloads
         ]
         self._expected = [whole(each) for each in self.cases]
 
@@ -93,7 +106,8 @@ class SmallGate:
             each.out.copy_(expected.wanted["out"])
             each.lse.copy_(expected.wanted["lse"])
         run(each, config, interpret=self._interpret)
-        verdicts = _verdicts(each.spec, each.results(config), expected)
+        slack = reference.slopes_slack(each.workload.seqlen_q, each.workload.seqlen_k)
+        verdicts = _verdicts(each.spec, each.results(config), expected, slack)
         return _joined(verdicts, f"at {each.workload}")
 
 
@@ -114,15 +128,26 @@ def whole(each: Case) -> Expected:
 def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
     """The oracle's results in float64, the yardstick's in float32."""
     backward = each.do is not None
-    q, k, v = (x.detach().to(dtype).requires_grad_(backward) for x in each.operands)
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().to(dtype, copy=True).requires_grad_(backward)
+
+    q, k, v = (leaf(x) for x in each.operands)
+    leaves = {"dq": q, "dk": k, "dv": v}
+    beside: dict[str, Any] = dict(each.beside)
+    if each.dbias is not None:
+        leaves["dbias"] = beside["bias"] = leaf(each.beside["bias"])
+    if each.slope_sums is not None:
+        leaves["dslopes"] = beside["alibi_slopes"] = leaf(each.beside["alibi_slopes"])
     if dtype == torch.float64:
-        out, lse = reference.attention(each.spec, q, k, v, seed=each.seed)
+        out, lse = reference.attention(each.spec, q, k, v, **beside, seed=each.seed)
     else:
-        out, lse = reference.yardstick(each.spec, q, k, v, _narrow(each), seed=each.seed)
+        narrow = _narrow(each)
+        out, lse = reference.yardstick(each.spec, q, k, v, narrow, **beside, seed=each.seed)
     named = {"out": out.detach(), "lse": lse.detach()}
     if each.do is not None:
-        grads = reference.gradients(out, lse, (q, k, v), each.do)
-        named |= dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        grads = reference.gradients(out, lse, tuple(leaves.values()), each.do)
+        named |= zip(leaves, grads, strict=True)
     return named
 
 
@@ -138,8 +163,8 @@ def sampled(each: Case, config: KernelConfig) -> Verdict:
     keys = _sample(each, sizes.num_heads_kv, sizes.seqlen_k)
     wanted, yard = (_sampled(each, rows, keys, **how) for how in _exact_and_narrow(each))
     found = each.results(config)
-    at = {name: keys if name in ("dk", "dv") else rows for name in found}
-    actual = {name: found[name][tuple(at[name].T)] for name in found}
+    at = {name: keys if name in ("dk", "dv") else rows for name in found if name in wanted}
+    actual = {name: found[name][tuple(at[name].T)] for name in at}
     verdicts = _verdicts(each.spec, actual, Expected(wanted, yard))
     return _joined(verdicts, f"in sampled rows of {sizes}")
 
@@ -152,7 +177,7 @@ def _exact_and_narrow(each: Case) -> list[dict[str, Any]]:
 
 
 def _sampled(each: Case, rows: Tensor, keys: Tensor, **how: Any) -> dict[str, Tensor]:
-    how["seed"] = each.seed
+    how |= {"seed": each.seed, **each.beside}
     inputs = (each.spec, *each.operands)
     here = reference.sampled_rows(*inputs, rows, do=each.do, **how)
     if each.do is None:
@@ -173,15 +198,12 @@ def _sample(each: Case, heads: int, rows: int) -> Tensor:
 
 
 def _verdicts(
-    spec: AttentionSpec, actual: dict[str, Tensor], expected: Expected
+    spec: AttentionSpec, actual: dict[str, Tensor], expected: Expected, slopes_slack: float = 0.0
 ) -> Iterator[tuple[str, Verdict]]:
     for name, tensor in actual.items():
-        yield (
-            name,
-            reference.judge(
-                tensor, expected.wanted[name], expected.yard[name], epsilon(spec, name)
-            ),
-        )
+        wanted, yard = expected.wanted[name], expected.yard[name]
+        slack = slopes_slack if name == "dslopes" else 0.0
+        yield name, reference.judge(tensor, wanted, yard, epsilon(spec, name), slack)
 
 
 def _joined(verdicts: Iterator[tuple[str, Verdict]], where: str) -> Verdict:

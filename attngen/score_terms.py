@@ -1,0 +1,104 @@
+"""Masks, biases, ALiBi slopes and sinks: from what a call gives to what kernels take, and back.
+
+The op takes them small: 4-D masks and biases whose dims are 1 or full, slopes and sinks of one row
+or of one for each batch row. Kernels take views of full shape, whose stride is 0 where they repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from attngen.memory import on_16_bytes
+from attngen.spec import AttentionSpec
+
+SUM_KEYS = 16
+"""Keys of the smallest tile: each has a sum of its own in `slope_sums`."""
+
+
+def placed(
+    spec: AttentionSpec, extra: Sequence[Tensor | None], q: Tensor, k: Tensor
+) -> list[Tensor | None]:
+    """`extra` as kernels take it."""
+    batch, heads, seqlen_q, _ = q.shape
+    found: list[Tensor | None] = []
+    for name, x in zip(spec.tensor_args, extra, strict=True):
+        if x is None:
+            found.append(None)
+        elif name in ("attn_mask", "bias"):
+            found.append(on_16_bytes(x).expand(batch, heads, seqlen_q, k.shape[2]))
+        elif name in ("alibi_slopes", "sinks"):
+            found.append(on_16_bytes(x.float()).expand(batch, heads))
+        else:
+            found.append(on_16_bytes(x.contiguous()))
+    return found
+
+
+class Sums:
+    """Gradients of the terms that want one, from their buffers to the shapes of the inputs."""
+
+    def __init__(self, spec: AttentionSpec, needs: Sequence[bool]) -> None:
+        self.wanted = [n for n, need in zip(spec.gradient_args, needs, strict=True) if need]
+        self.is_deterministic = bool(spec.deterministic)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Buffers, as the keywords of plan() name them."""
+        buffers = {"bias": "dbias", "alibi_slopes": "slope_sums"}
+        return tuple(buffers[name] for name in self.wanted if name in buffers)
+
+    def made(self, given: dict[str, Tensor | None], q: Tensor, k: Tensor) -> list[Tensor]:
+        """The buffers, all zero.
+
+        dbias has the shape of bias and is added to atomically where it repeats; a deterministic
+        spec's has an entry for each score, float32, and is summed afterwards.
+        """
+        batch, heads, seqlen_q, _ = q.shape
+        full = (batch, heads, seqlen_q, k.shape[2])
+        found = []
+        for name in self.wanted:
+            if name == "bias":
+                bias = given["bias"]
+                assert bias is not None
+                shape = full if self.is_deterministic else bias.shape
+                found.append(q.new_zeros(shape, dtype=torch.float32).expand(full))
+            elif name == "alibi_slopes":
+                tiles = -(-k.shape[2] // SUM_KEYS)
+                found.append(q.new_zeros((batch, heads, tiles), dtype=torch.float32))
+        return found
+
+    def gradients(
+        self,
+        given: dict[str, Tensor | None],
+        buffers: Sequence[Tensor],
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+    ) -> list[Tensor]:
+        """The gradients in the order of spec.gradient_args, of the inputs' shapes and dtypes."""
+        at = dict(zip(self.names, buffers, strict=True))
+        found = []
+        for name in self.wanted:
+            x = given[name]
+            assert x is not None
+            if name == "bias":
+                grad = at["dbias"]
+                if self.is_deterministic:
+                    grad = grad.sum_to_size(x.shape)
+                else:
+                    grad = grad[tuple(slice(0, size) for size in x.shape)]
+            elif name == "alibi_slopes":
+                grad = at["slope_sums"].sum(2).sum_to_size(x.shape)
+            else:
+                grad = _of_sinks(x.float(), out, lse, dout).sum_to_size(x.shape)
+            found.append(grad.to(x.dtype))
+        return found
+
+
+def _of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """Minus the sum over rows of P times rowsum(out * do), P the sink's weight: (batch, heads)."""
+    dp = (out.float() * dout.float()).sum(3)
+    weight = torch.sigmoid(sinks[:, :, None] - lse)  # exp(sink) / (exp(sink) + exp(lse))
+    return -(weight * dp).where(lse != float("-inf"), 0.0).sum(2)
