@@ -36,6 +36,7 @@ from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.spec import FP8_DTYPES, AttentionSpec
 from attngen.values import (
+    MAX_POSITION,
     cap_number,
     flag,
     plain,
@@ -203,6 +204,7 @@ class Attention:
             v,
             causal=spec.causal,
             window=spec.window,
+            chunk=spec.chunk,
             softmax_scale=scale,
             softcap=spec.softcap,
             dropout_p=p,
@@ -249,6 +251,7 @@ def attention(
     *,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
+    chunk: int | None = None,
     softmax_scale: float | None = None,
     softcap: float | None = None,
     attn_mask: Tensor | None = None,
@@ -308,6 +311,8 @@ def attention(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     left, right = (None, None) if window is None else window_sides(window)
+    if chunk is not None:
+        chunk = whole("chunk", chunk, 1, MAX_POSITION)
     if softmax_scale is not None:
         softmax_scale = scale_number("softmax_scale", softmax_scale)
     if softcap is not None:
@@ -320,6 +325,7 @@ def attention(
         causal,
         left is not None,
         right is not None,
+        chunk is not None,
         _drops(dropout_p),
         softcap is not None,
         layout,
@@ -336,6 +342,7 @@ def attention(
         v,
         causal=causal,
         window=(left, right),
+        chunk=chunk,
         softmax_scale=q.shape[3] ** -0.5 if softmax_scale is None else softmax_scale,
         softcap=softcap,
         dropout_p=dropout_p,
@@ -477,6 +484,7 @@ def _cached_text_key(
     causal: bool | str,
     left: bool,
     right: bool,
+    chunk: bool,
     dropout: bool,
     softcap: bool,
     layout: str,
@@ -493,6 +501,7 @@ def _cached_text_key(
         dtype=dtype,
         causal=causal,
         window=(0 if left else None, 0 if right else None),
+        chunk=1 if chunk else None,
         dropout_p=0.5 if dropout else 0.0,
         softcap=1.0 if softcap else None,
         layout=layout,
@@ -513,6 +522,7 @@ def _run(
     *,
     causal: bool | str,
     window: tuple[int | None, int | None] | None,
+    chunk: int | None,
     softmax_scale: float,
     softcap: float | None,
     dropout_p: float,
@@ -534,7 +544,7 @@ def _run(
     left, right = window if window is not None else (None, None)
     is_causal = causal is not False
     has_dropout = dropout_p > 0
-    aligned = is_causal or left is not None or right is not None
+    aligned = is_causal or left is not None or right is not None or chunk is not None
     if scores is not None and "alibi" in scores:
         aligned = True
     q_start, q_step, k_start, k_step, total_q, total_k = shard
@@ -555,6 +565,8 @@ def _run(
         ints.append(left)
     if right is not None and not is_causal:
         ints.append(right)
+    if chunk is not None:
+        ints.append(chunk)
     if aligned or has_dropout:
         ints += [q_start, q_step, k_start, k_step]
     if aligned:

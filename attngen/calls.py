@@ -26,7 +26,7 @@ from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.score_terms import Sums, placed
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.values import MAX_POSITION
-from attngen.workload import Direction, Workload, bucket
+from attngen.workload import Direction, Workload, bucket, in_chunk
 
 
 class Memory(NamedTuple):
@@ -273,6 +273,8 @@ def _settled(
     left, right = named.get("window_left"), named.get("window_right")
     if left is not None and spec.is_causal:
         right = 0
+    if "chunk" in named:
+        left, right = in_chunk((left, right), named["chunk"], spec.is_causal)
     sizes = Workload(batch, heads, k.shape[1], seqlen_q, k.shape[2])
     place = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
     device = device_index_of(q)
@@ -315,6 +317,8 @@ def _numbers(
     for side in ("window_left", "window_right"):
         if side in named:
             numbers[side] = min(named[side], MAX_POSITION)
+    if "chunk" in named:
+        numbers["chunk"] = named["chunk"]
     if spec.aligns_rows:
         total_q, total_k = named["seqlen_q_total"], named["seqlen_k_total"]
         total_q = seqlen_q if total_q < 0 else total_q

@@ -38,6 +38,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             (f"{text_spec.fp8_scale}_scale", text_spec.is_fp8),
             ("causal", text_spec.is_causal),
             ("window", spec.has_window_left or spec.has_window_right),
+            ("chunked", spec.has_chunk),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),

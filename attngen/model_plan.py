@@ -112,7 +112,8 @@ def plan_stored(keys: Iterable[tuple[str, str]]) -> Plan:
                 raise SpecError("no call has this bucket")
             if bucket.workload is None:
                 raise SpecError("its record serves all sizes; tune it by SPEC")
-            spec = replace(spec, window=_window_of(spec, bucket.window))
+            chunk = max(bucket.window, 1) if spec.has_chunk else None
+            spec = replace(spec, window=_window_of(spec, bucket.window), chunk=chunk)
             jobs.add(spec, bucket.workload, (bucket.direction,), "")
         except SpecError as error:
             skipped.append(Skipped(bucket_key, text_key, str(error)))

@@ -84,6 +84,7 @@ def _sdpa(backend: SDPBackend) -> Callable[..., Attend]:
             "sdpa",
             fp8=spec.is_fp8,
             window=spec.window is not None,
+            chunk=spec.has_chunk,
             softcap=spec.has_softcap,
             bottom_right=_other_alignment(spec, workload, "top_left"),
             alibi=spec.alibi,
@@ -192,9 +193,12 @@ def _visible(
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         ahead = j - (i + shift)
-        if left is None:
-            return ahead <= high
-        return (ahead >= low) & (ahead <= high)
+        seen = ahead <= high
+        if left is not None:
+            seen = seen & (ahead >= low)
+        if spec.chunk is not None:
+            seen = seen & (j // spec.chunk == (i + shift) // spec.chunk)
+        return seen
 
     if attn_mask is None:
         return visible
@@ -232,6 +236,7 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload, **lacking: Tenso
         "fa3",
         dropout=spec.has_dropout,
         float32=spec.dtype == "float32",
+        chunk=spec.has_chunk,
         e5m2=spec.dtype == "float8_e5m2",
         block_scales=spec.has_block_scales,
         top_left=_other_alignment(spec, workload, "bottom_right"),

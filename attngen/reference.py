@@ -115,10 +115,13 @@ def alignment(spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> int:
     return 0 if spec.causal == "top_left" else seqlen_k - seqlen_q
 
 
-def visible(spec: AttentionSpec, ahead: Tensor) -> Tensor:
-    """May a query see a key that stands `ahead` positions after it (in aligned positions)?"""
+def visible(spec: AttentionSpec, queries: Tensor, keys: Tensor) -> Tensor:
+    """May queries see keys? Both are aligned positions, of shapes that broadcast."""
     left, right = spec.window or (None, None)
+    ahead = keys - queries
     seen = torch.ones_like(ahead, dtype=torch.bool)
+    if spec.chunk is not None:
+        seen &= queries // spec.chunk == keys // spec.chunk
     if spec.is_causal:
         right = 0
     if left is not None:
@@ -230,8 +233,8 @@ def attention(
     q, k, v = (x.to(math_dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
-    ahead = keys - rows[:, None] - alignment(spec, seqlen_q, seqlen_k)
-    seen = beside.seen(visible(spec, ahead))
+    rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
+    ahead, seen = keys - rows, beside.seen(visible(spec, rows, keys))
     dirty = not bool(torch.isfinite(k).all() and torch.isfinite(v).all())
     if dirty:  # what stands in a key that a row does not see must not reach the row
         s = (q[:, :, :, None] * torch.where(seen[..., None], k[:, :, None], 0.0)).sum(-1)
@@ -333,7 +336,7 @@ def sampled_rows(
             s = rounded(s, None, round_to)
         ahead, here = keys - i - shift, beside[b, h, i]
         s = here.added_to(_capped(spec, s * scale_of(spec)), ahead)
-        p, lse = _softmax(s, here.seen(visible(spec, ahead)), here.sinks)
+        p, lse = _softmax(s, here.seen(visible(spec, keys.new_tensor(i + shift), keys)), here.sinks)
         keep = None
         if spec.has_dropout:
             batch, head, at_row = at.new_tensor([b, h, i]).unbind()
@@ -385,7 +388,9 @@ def sampled_keys(
         q_all, o_all, do_all = (x[b, heads].to(math_dtype) for x in (q, out, do))
         key, value = k[b, h_kv, j].to(math_dtype), v[b, h_kv, j].to(math_dtype)
         ahead, here = j - rows - shift, beside[b, heads, :, j]
-        seen = here.seen(visible(spec, ahead)) & (lse[b, heads] != NEG_INF)
+        seen = here.seen(visible(spec, rows + shift, torch.full_like(rows, j))) & (
+            lse[b, heads] != NEG_INF
+        )
         s = _capped(spec, q_all @ key * scale_of(spec))
         total = lse[b, heads].to(math_dtype)
         if here.sinks is not None:

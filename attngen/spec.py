@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from attngen.errors import SpecError, UnsupportedSpecError, nearest
 from attngen.head_dim import MAX_HEAD_DIM, Part, split_head_dim
 from attngen.values import (
+    MAX_POSITION,
     cap_number,
     flag,
     plain,
@@ -47,7 +48,6 @@ _NOT_BUILT = {
     "documents": "document masks",
     "tree_mask": "tree masks",
     "block_map": "block maps",
-    "chunk": "chunked-local attention",
 }
 
 
@@ -69,6 +69,8 @@ class AttentionSpec:
         window: (left, right), inclusive: query i sees keys from i - left to i + right, in aligned
             positions; None is an open side, and so is, in effect, the most that a side can be,
             2**30. `causal` closes the right side.
+        chunk: n makes attention local to chunks of n positions: query i sees key j only if
+            i // n == j // n, in aligned positions (Llama 4). Causal masks and windows apply too.
         dropout_p: probability, 0 to 1, of dropping an entry of the softmax matrix.
         softmax_scale: multiplies q @ k.T; default 1 / sqrt(head_dim). Zero and negative are legal;
             its size, else, is one that float32 holds.
@@ -188,12 +190,22 @@ class AttentionSpec:
     @property
     def closes_right(self) -> bool:
         """A query sees no key beyond some position."""
-        return self.is_causal or self.has_window_right
+        return self.is_causal or self.has_window_right or self.has_chunk
+
+    @property
+    def closes_left(self) -> bool:
+        """A query sees no key before some position."""
+        return self.has_window_left or self.has_chunk
+
+    @property
+    def has_chunk(self) -> bool:
+        """Queries see keys of their own chunk alone."""
+        return self.chunk is not None
 
     @property
     def has_positions(self) -> bool:
         """Which keys a query sees depends on where it stands."""
-        return self.closes_right or self.has_window_left
+        return self.closes_right or self.closes_left
 
     @property
     def aligns_rows(self) -> bool:
@@ -325,6 +337,7 @@ class AttentionSpec:
         names = ["partial"]
         names += ["window_left"] if self.has_window_left else []
         names += ["window_right"] if self.has_window_right else []
+        names += ["chunk"] if self.has_chunk else []
         names += ["q_start", "q_step", "k_start", "k_step"] if self.places_rows else []
         if self.aligns_rows:
             names += ["bottom_right", "seqlen_q_total", "seqlen_k_total"]
@@ -347,6 +360,7 @@ class AttentionSpec:
             dropout_p=0.5 if self.has_dropout else 0.0,
             softmax_scale=None,
             softcap=1.0 if self.has_softcap else None,
+            chunk=1 if self.has_chunk else None,
             layout="bhsd",
             precision=self.precision if self.dtype == "float32" else "ieee",
             deterministic=bool(self.deterministic),
@@ -451,7 +465,7 @@ def _validate(spec: AttentionSpec) -> None:
     if spec.deterministic is not None:
         flag("deterministic", spec.deterministic, "None, True or False")
     if spec.chunk is not None:
-        whole("chunk", spec.chunk, 1, None)
+        whole("chunk", spec.chunk, 1, MAX_POSITION)
     for name in ("score_mod", "mask_mod"):
         value = getattr(spec, name)
         if value is not None and not callable(value):
@@ -488,7 +502,7 @@ def _changed(spec: AttentionSpec) -> list[Any]:
 
 
 # The numbers that `text` forgets: where one is set, `text_key` shows `any`.
-_FORGOTTEN = {"window": 0, "dropout_p": 0.5, "softcap": 1.0}
+_FORGOTTEN = {"window": 0, "dropout_p": 0.5, "softcap": 1.0, "chunk": 1}
 
 
 def _format(spec: AttentionSpec, *, forget: bool = False) -> str:

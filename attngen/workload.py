@@ -175,8 +175,21 @@ def spec_window(spec: AttentionSpec) -> tuple[int | None, int | None]:
     """The window as look-ups see it: plain causal has none, causal with a left side ends at 0."""
     left, right = spec.window or (None, None)
     if spec.is_causal:
-        return (left, 0) if left is not None else (None, None)
+        left, right = (left, 0) if left is not None else (None, None)
+    if spec.chunk is not None:
+        return in_chunk((left, right), spec.chunk, spec.is_causal)
     return left, right
+
+
+def in_chunk(
+    window: tuple[int | None, int | None], chunk: int, is_causal: bool
+) -> tuple[int | None, int | None]:
+    """The window of look-ups of a chunked attention: what a chunk's last query sees."""
+    left, right = window
+    left = chunk - 1 if left is None else min(left, chunk - 1)
+    if is_causal:
+        return left, 0
+    return left, 0 if right is None else min(right, chunk - 1 - left)
 
 
 def flops(spec: AttentionSpec, workload: Workload, direction: Direction) -> float:

@@ -74,6 +74,11 @@ def oracle_options(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, A
     }
     if options.get("attn_mask") is not None:
         named["mask"] = options["attn_mask"]
+    if options.get("chunk"):
+        shift = 0 if causal == "top_left" else k.shape[2] - q.shape[2]
+        rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
+        local = ((rows + shift) // options["chunk"])[:, None] == keys // options["chunk"]
+        named["mask"] = named.get("mask", True) & local.expand(*q.shape[:3], k.shape[2])
     if options.get("dropout_p"):
         p, seed = options["dropout_p"], options["dropout_seed"]
         keep = attngen.dropout_keep(seed, *q.shape[:3], k.shape[2], p)

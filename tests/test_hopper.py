@@ -96,6 +96,8 @@ def numbers_of(spec: AttentionSpec, rows: int, keys: int) -> dict[str, Any]:
         numbers["window_left"] = left
     if spec.has_window_right:
         numbers["window_right"] = right
+    if spec.has_chunk:
+        numbers["chunk"] = spec.chunk
     if spec.has_positions:
         numbers["align"] = reference.alignment(spec, rows, keys)
     return numbers
@@ -155,6 +157,8 @@ def assert_forward(
 
 FORWARD = [
     pytest.param(64, {"sinks": True, "causal": True}, (130, None, (2, 1)), {}, id="sinks"),
+    pytest.param(64, {"chunk": 90, "causal": True}, (300,), {}, id="chunk-causal"),
+    pytest.param(64, {"chunk": 70, "window": (50, 20)}, (130, 200), {}, id="chunk-window"),
     pytest.param(64, {}, (200, None, (2, 1)), {}, id="d64"),
     pytest.param(
         64,
@@ -591,6 +595,8 @@ def assert_backward(
 
 BACKWARD = [
     pytest.param(64, {"sinks": True, "causal": True}, (130, None, (2, 1)), {}, id="sinks"),
+    pytest.param(64, {"chunk": 90, "causal": True}, (300,), {}, id="chunk-causal"),
+    pytest.param(64, {"chunk": 70, "window": (50, 20)}, (130, 200), {}, id="chunk-window"),
     pytest.param(64, {}, (200, None, (2, 1)), {}, id="d64"),
     pytest.param(64, {"causal": True}, (200, None, (2, 1)), {"block_m": 128}, id="d64-causal"),
     pytest.param(96, {"causal": True}, (130, None, (2, 1)), {}, id="d96-causal"),

@@ -353,12 +353,6 @@ def test_llava_is_text_and_image_encoder() -> None:
     [
         pytest.param(DEEPSEEK_V3, "decode over the compressed cache", ("576", "512"), id="mla"),
         pytest.param(
-            LLAMA3 | {"attention_chunk_size": 8192},
-            "24 decoder layers, chunk 8192",
-            ("chunked-local", "not built"),
-            id="llama4",
-        ),
-        pytest.param(
             LLAMA3 | {"layer_types": ["linear_attention"] * 31 + ["full_attention"]},
             "31 decoder layers",
             ("'linear_attention'", "no attention that is built"),
@@ -702,11 +696,18 @@ def test_job_without_a_config_does_not_stop_the_others(tmp_path: Path, tuned: li
     assert "2 of 3 jobs have no winner" in result.stderr
 
 
+def test_chunked_layers_are_planned() -> None:
+    """Llama 4: three of four layers attend within chunks, and those shorter than one are causal."""
+    plan = plan_model(LLAMA3 | {"attention_chunk_size": 8192}, batches=(1,), seqlens=(16384,))
+    specs = {job.spec.key for job in plan.jobs}
+    assert "head_dim=128,dtype=bfloat16,causal=true,chunk=8192" in specs
+
+
 def test_nothing_to_tune_is_a_failure(tmp_path: Path, tuned: list[str]) -> None:
-    config = LLAMA3 | {"attention_chunk_size": 8192, "layer_types": ["chunked_attention"] * 32}
+    config = LLAMA3 | {"layer_types": ["linear_attention"] * 32}
     result = tune("--model", file(tmp_path, config), "--gpu", "sm_80")
     assert (result.exit_code, tuned) == (1, [])
-    assert "chunked-local" in result.stderr
+    assert "linear_attention" in result.stderr
     assert "nothing of this model can be tuned" in result.stderr
 
 

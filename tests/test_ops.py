@@ -689,7 +689,6 @@ UNBUILT_FIELDS: dict[str, Any] = {
     "documents": True,
     "tree_mask": True,
     "block_map": True,
-    "chunk": 128,
     "layout": "thd",
 }
 

@@ -19,7 +19,17 @@ from torch import Tensor
 import attngen
 
 FACTORS: dict[str, tuple[Any, ...]] = {
-    "mask": ("none", "causal", "top_left", "window", "left", "attn_mask", "attn_mask causal"),
+    "mask": (
+        "none",
+        "causal",
+        "top_left",
+        "window",
+        "left",
+        "attn_mask",
+        "attn_mask causal",
+        "chunk",
+        "chunk causal",
+    ),
     "bias": ("none", "full", "of heads", "of keys", "alibi", "alibi and full"),
     "softcap": (None, 2.5),
     "sinks": (False, True),
@@ -111,6 +121,7 @@ def check(row: dict[str, Any], device: str = "cpu", longer: int = 1) -> None:
     options: dict[str, Any] = {
         "causal": "top_left" if row["mask"] == "top_left" else "causal" in row["mask"],
         "window": {"window": (9, 4), "left": (7, None)}.get(row["mask"]),
+        "chunk": 11 if "chunk" in row["mask"] else None,
         "softcap": row["softcap"],
         "dropout_p": row["dropout"],
         "dropout_seed": 5 if row["dropout"] else None,

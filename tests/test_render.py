@@ -38,6 +38,7 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_base": ({}, FWD),
     "fwd_causal": ({"causal": True}, FWD),
     "fwd_window": ({"window": (1023, 512)}, FWD),
+    "fwd_chunk": ({"causal": True, "chunk": 8192}, FWD),
     "fwd_softcap": ({"softcap": 30.0}, FWD),
     "fwd_dropout": ({"dropout_p": 0.1}, FWD),
     "fwd_d96": ({"head_dim": 96}, FWD),
@@ -111,7 +112,7 @@ TERMS_MATRIX = [
         ({"bias": True}, {"attn_mask": True}, {"alibi": True}, {"sinks": True},
          {"bias": True, "alibi": True}, {"bias": True, "attn_mask": True, "sinks": True},
          {"bias": True, "attn_mask": True, "alibi": True, "sinks": True}),
-        ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}),
+        ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}, {"chunk": 7}),
         ({}, {"dropout_p": 0.1, "softcap": 9.0}, {"dtype": "float32", "softcap": 9.0}),
     )
 ]  # fmt: skip
@@ -123,7 +124,7 @@ HOPPER_MATRIX = [
         ({"head_dim": 64}, {"head_dim": 96}, {"head_dim": 128}, {"head_dim": 256},
          {"head_dim": 192, "head_dim_v": 128}),
         ({}, {"causal": True}, {"causal": True, "window": (7, 0)}, {"window": (None, 7)},
-         {"window": (7, 7)}),
+         {"window": (7, 7)}, {"chunk": 7, "causal": True}, {"chunk": 7}),
         ({}, {"softcap": 9.0}, {"sinks": True}),
     )
 ]  # fmt: skip

@@ -159,6 +159,7 @@ CHANGES: list[tuple[str, Any, bool]] = [
     ("window", None, True),
     ("dropout_p", 0.7, False),
     ("dropout_p", 0.0, True),
+    ("chunk", 64, True),
     ("softmax_scale", 0.3, False),
     ("softcap", 5.0, False),
     ("softcap", None, True),
@@ -189,7 +190,7 @@ def test_text_key_changes_only_with_what_the_text_may_see(
 def test_every_built_field_is_among_the_changes() -> None:
     """A new field must say whether the text sees it."""
     unbuilt = {"score_mod", "mask_mod", "paged", "prefix_lm", "documents", "tree_mask"}
-    unbuilt |= {"block_map", "chunk"}
+    unbuilt |= {"block_map"}
     with_dtype = {"fp8_scale"}  # cannot change alone: test_fp8_attention
     assert {field for field, *_ in CHANGES} == set(FIELDS) - unbuilt - with_dtype
 

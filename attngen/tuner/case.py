@@ -77,6 +77,8 @@ class Case:
             named["window_left"] = left
         if spec.has_window_right:
             named["window_right"] = right
+        if spec.chunk is not None:
+            named["chunk"] = spec.chunk
         if spec.aligns_rows:
             named["align"] = alignment(spec, sizes.seqlen_q, sizes.seqlen_k)
         if spec.is_fp8:
