@@ -539,6 +539,12 @@ def _run(
         dropout_seed = check_seed(dropout_seed, q.device)
     if partial is not False:
         partial = flag("partial", partial)
+        if partial and scores is not None and "sinks" in scores:
+            raise SpecError(
+                "partial=True with sinks: merge() would count the sink once for each part; leave "
+                "sinks out of the parts and multiply the merged out by "
+                "torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)"
+            )
     if softmax_scale <= 0:  # kernels take a positive scale: the sign, or zero, moves into q
         q, softmax_scale = _scaled(q, softmax_scale)
     left, right = window if window is not None else (None, None)

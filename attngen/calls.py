@@ -55,6 +55,8 @@ class _Call(NamedTuple):
     device: int | None
     memory: list[Memory]
     """Of the results, then of the scratch."""
+    places: AttentionSpec | None = None
+    """Set if `extra` must be placed first, as kernels take it: the spec."""
 
 
 TRANSPOSED_KEYS = 128
@@ -97,7 +99,8 @@ def forward(
 ) -> list[Tensor]:
     """[out, lse] of `attngen::fwd`."""
     inputs: Tensors = (q, k, v)
-    call = _CALLS.get(_layout(text_key, (*inputs, *extra), scalars, ints))
+    at = _layout(text_key, (*inputs, *extra), scalars, ints)
+    call = _CALLS.get(at)
     if call is None or _is_off(*inputs, *extra):
         spec = _check(text_key, q, k, v, extra)
         batch, heads, seqlen_q, _ = q.shape
@@ -106,8 +109,11 @@ def forward(
         if q.numel() == 0 or v.numel() == 0:
             return [out.make(q).zero_(), lse.make(q).fill_(float("-inf"))]
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
+        also = at if _are_same(inputs, (q, k, v)) else None
         extra = placed(spec, extra, q, k)
-        call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, [out, lse])
+        call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, [out, lse], also)
+    elif call.places is not None:
+        extra = placed(call.places, extra, q, k)
     return _launch(call, inputs, extra)[:2]
 
 
@@ -131,22 +137,22 @@ def backward(
         return _all_gradients(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints, needs)
     if parsed(text_key).is_fp8:
         return _dequantized_backward(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints)
-    inputs: Tensors = (q, k, v, out, lse, dout, dlse)
-    call = _CALLS.get(_layout(text_key, (*inputs, *extra), scalars, ints))
+    given = inputs = (q, k, v, out, lse, dout, dlse)
+    at = _layout(text_key, (*inputs, *extra), scalars, ints)
+    call = _CALLS.get(at)
     if call is None or _is_off(*inputs, *extra):
         _check(text_key, q, k, v, extra)
         results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
         if q.numel() == 0 or v.numel() == 0:
             return [each.make(q).zero_() for each in results]
-        q, k, v = aligned(q), aligned(k), aligned(v)
-        dout = aligned(torch.zeros_like(out) if dout is None else dout)
-        out = on_16_bytes(out if out.stride(3) == 1 else out.contiguous())
-        lse = on_16_bytes(lse.contiguous())
-        dlse = None if dlse is None else on_16_bytes(dlse.contiguous())
+        inputs = _ready(*inputs)
+        q, k, v, *_, dout, _ = inputs
         extra = placed(parsed(text_key), extra, q, k)
-        inputs = (q, k, v, out, lse, dout, dlse)
         tiles = (q, k, v, dout)
-        call = _settled("bwd", text_key, inputs, tiles, extra, scalars, ints, results)
+        also = at if _are_same(inputs, given) else None
+        call = _settled("bwd", text_key, inputs, tiles, extra, scalars, ints, results, also)
+    elif call.places is not None:
+        extra = placed(call.places, extra, q, k)
     return _launch(call, inputs, extra)[:3]
 
 
@@ -165,27 +171,53 @@ def _all_gradients(
     needs: Sequence[bool],
 ) -> list[Tensor]:
     """The gradients of q, k and v, and of what stands between scores and the softmax."""
-    spec = _check(text_key, q, k, v, extra)
-    results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
-    given = dict(zip(spec.tensor_args, extra, strict=True))
+    spec = parsed(text_key)
+    terms = dict(zip(spec.tensor_args, extra, strict=True))
     sums = Sums(spec, needs)
-    if q.numel() == 0 or v.numel() == 0:
-        return [
-            *(each.make(q).zero_() for each in results),
-            *(torch.zeros_like(given[name]) for name in sums.wanted),  # type: ignore[arg-type]  # wanted, so given
-        ]
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    dout = aligned(torch.zeros_like(out) if dout is None else dout)
-    out = on_16_bytes(out if out.stride(3) == 1 else out.contiguous())
-    lse = on_16_bytes(lse.contiguous())
-    dlse = None if dlse is None else on_16_bytes(dlse.contiguous())
-    buffers = sums.made(given, q, k)
-    tensors = [*placed(spec, extra, q, k), *buffers]
-    inputs = (q, k, v, out, lse, dout, dlse)
-    tiles = (q, k, v, dout)
-    call = _settled("bwd", text_key, inputs, tiles, tensors, scalars, ints, results, sums.names)
+    given = inputs = (q, k, v, out, lse, dout, dlse)
+    at = (*_layout(text_key, (*inputs, *extra), scalars, ints), *needs)
+    call = _CALLS.get(at)
+    if call is None or _is_off(*inputs, *extra):
+        _check(text_key, q, k, v, extra)
+        results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
+        if q.numel() == 0 or v.numel() == 0:
+            zeros = [torch.zeros_like(x) for n, x in terms.items() if x is not None and n in sums]
+            return [*(each.make(q).zero_() for each in results), *zeros]
+        inputs = _ready(*inputs)
+        q, k, v, out, lse, dout, dlse = inputs
+        buffers = sums.made(terms, q, k)
+        tensors = [*placed(spec, extra, q, k), *buffers]
+        also, tiles = at if _are_same(inputs, given) else None, (q, k, v, dout)
+        call = _settled(
+            "bwd", text_key, inputs, tiles, tensors, scalars, ints, results, also, sums.names
+        )
+    else:
+        buffers = sums.made(terms, q, k)
+        tensors = [*placed(spec, extra, q, k), *buffers]
     made = _launch(call, inputs, tensors)
-    return [*made[:3], *sums.gradients(given, buffers, out, lse, dout)]
+    assert dout is not None  # see _ready
+    return [*made[:3], *sums.gradients(terms, buffers, out, lse, dout)]
+
+
+def _ready(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """What a backward takes, each such that kernels can address it."""
+    return (
+        aligned(q),
+        aligned(k),
+        aligned(v),
+        on_16_bytes(out if out.stride(3) == 1 else out.contiguous()),
+        on_16_bytes(lse.contiguous()),
+        aligned(torch.zeros_like(out) if dout is None else dout),
+        None if dlse is None else on_16_bytes(dlse.contiguous()),
+    )
 
 
 def _dequantized_backward(
@@ -214,6 +246,11 @@ def _dequantized_backward(
     q, k, v = operands
     grads = backward(wide.text_key, q, k, v, out, lse, dout, dlse, rest, scalars, ints)
     return [grad.mul_(scale) for grad, scale in zip(grads, scales, strict=True)]
+
+
+def _are_same(ready: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> bool:
+    """Was nothing copied or made?"""
+    return all(x is y for x, y in zip(ready, given, strict=True))
 
 
 def _layout(
@@ -257,16 +294,22 @@ def _settled(
     scalars: Sequence[float],
     ints: Sequence[int],
     results: list[Memory],
+    also: tuple[Any, ...] | None = None,
     buffers: tuple[str, ...] = (),
 ) -> _Call:
     """The call of a layout that kernels can take; `tiles` are what descriptors must address.
-    `extra` ends with tensors that plan() takes as `buffers` names them."""
+
+    `also` is the layout as it was given, if `extra` alone had to be placed for this one: it is
+    remembered, too. `extra` ends with tensors that plan() takes as `buffers` names them.
+    """
     at = (*_layout(text_key, (*inputs, *extra), scalars, ints), *buffers)
-    call = _CALLS.get(at)
-    if call is not None:
-        return call
-    resets = _resets
     spec = parsed(text_key)
+    call = _CALLS.get(at)
+    resets = _resets
+    if call is not None:
+        if also is not None and also != at:
+            _remember(also, call._replace(places=spec), resets)
+        return call
     named = dict(zip(spec.int_args, ints, strict=True))
     q, k, *_ = tiles
     batch, heads, seqlen_q, dim = q.shape
@@ -299,6 +342,8 @@ def _settled(
     call = _Call(run, device, memory)
     if not captured:
         _remember(at, call, resets)
+        if also is not None and also != at:
+            _remember(also, call._replace(places=spec), resets)
     return call
 
 

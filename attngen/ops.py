@@ -94,7 +94,7 @@ def forward(
     """
     if not _is_plain(q, k, v, *extra) or torch.is_autocast_enabled(q.device.type):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
-    _refuse_unsupported_derivatives(q, k, v)
+    _refuse_unsupported_derivatives(q, k, v, *extra)
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]
@@ -163,7 +163,8 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         if dout is None and dlse is None:
             return nothing
         tensors = (q, k, v, out, lse, dout, dlse)
-        direct = not torch.is_grad_enabled() and _is_plain(*tensors) and not _is_batched(*grads)
+        plain = _is_plain(*tensors, *extra)
+        direct = plain and not torch.is_grad_enabled() and not _is_batched(*grads)
         bwd: Any = calls.backward if direct else torch.ops.attngen.bwd
         needed, needs = ctx.needs_input_grad[3:6], _needs(ctx.text_key, ctx.needs_input_grad[6:])
         arguments = (ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
@@ -207,7 +208,7 @@ class _Once(torch.autograd.function._SingleLevelFunction):
         raise NotImplementedError(_NO_SECOND)
 
 
-def _refuse_unsupported_derivatives(*tensors: Tensor) -> None:
+def _refuse_unsupported_derivatives(*tensors: Tensor | None) -> None:
     """Forward-mode and second derivatives are not built: an error, never a silent zero."""
     if torch._C._are_functorch_transforms_active():
         kind = torch._C._functorch.TransformType
@@ -217,7 +218,7 @@ def _refuse_unsupported_derivatives(*tensors: Tensor) -> None:
         if levels.count(kind.Grad) > 1:
             raise NotImplementedError(f"nested torch.func.grad or vjp: {_NO_SECOND}")
     if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in tensors
+        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
     ):
         raise NotImplementedError(f"dual tensors: {_NO_TANGENTS}")
 
@@ -232,7 +233,7 @@ def _apply(function: Any, *arguments: Any) -> Any:
 def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
-    _refuse_unsupported_derivatives(q, k, v)
+    _refuse_unsupported_derivatives(q, k, v, *extra)
     direct = _is_plain(q, k, v, *extra)
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)

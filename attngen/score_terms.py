@@ -43,6 +43,9 @@ class Sums:
         self.wanted = [n for n, need in zip(spec.gradient_args, needs, strict=True) if need]
         self.is_deterministic = bool(spec.deterministic)
 
+    def __contains__(self, name: str) -> bool:
+        return name in self.wanted
+
     @property
     def names(self) -> tuple[str, ...]:
         """Buffers, as the keywords of plan() name them."""

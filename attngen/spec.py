@@ -80,8 +80,8 @@ class AttentionSpec:
         bias: calls take bias, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k), and add it
             to the scores; -inf hides a key.
         attn_mask: calls take attn_mask, bool, of such a shape; False hides a key.
-        sinks: calls take sinks (num_heads_q,), and a row's softmax denominator gains exp(sink);
-            its lse does not.
+        sinks: calls take sinks (num_heads_q,) or (batch, num_heads_q), and a row's softmax
+            denominator gains exp(sink); its lse does not.
         layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
         fp8_scale: what shares a scale of FP8 inputs: "tensor" all of it; "head" one key/value head
             of one batch row, with the query heads that read it; "block" 128 rows of that.

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import attngen
-from attngen import ops
+from attngen import calls, ops
 from attngen.pinned import pinned
 
 BATCH, HEADS, ROWS, KEYS = 2, 2, 17, 21
@@ -701,3 +701,58 @@ def test_fp8_inputs_are_refused() -> None:
 def test_numpy_values_are_taken_once_they_are_tensors() -> None:
     slopes = 2.0 ** (-8.0 * np.arange(1, HEADS + 1) / HEADS)
     check(*qkv(), {"alibi_slopes": torch.as_tensor(slopes)}, causal=True)
+
+
+# ---- what was found by review ---------------------------------------------------------------
+
+TERMS = {
+    "bias": (1, HEADS, ROWS, KEYS),
+    "alibi_slopes": (HEADS,),
+    "sinks": (HEADS,),
+}
+
+
+@pytest.mark.filterwarnings("default")  # torch's own, of what its dual tensors import
+@pytest.mark.parametrize("name", TERMS)
+def test_tangents_of_terms_are_refused(name: str) -> None:
+    term = torch.rand(TERMS[name])
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(term, torch.ones_like(term))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            attngen.attention(*qkv(), **{name: dual})
+
+
+def test_sinks_of_parts_are_refused_with_a_way_that_works() -> None:
+    q, k, v = (x.detach() for x in qkv())
+    sinks = torch.tensor([0.5, 2.0])
+    with pytest.raises(attngen.SpecError, match="merge.* would count the sink once for each part"):
+        attngen.attention(q, k, v, sinks=sinks, partial=True)
+    parts = [
+        attngen.attention(q, k[:, :, at], v[:, :, at], partial=True, return_lse=True)
+        for at in (slice(0, 9), slice(9, None))
+    ]
+    out, lse = attngen.merge(*parts[0], *parts[1])
+    out = out * torch.sigmoid(lse - sinks[:, None]).unsqueeze(-1)
+    assert_close(out, attngen.attention(q, k, v, sinks=sinks))
+
+
+@pytest.mark.parametrize("name", ["attn_mask", *TERMS])
+def test_a_layout_is_settled_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Terms that repeat are placed at each call, and nothing else is done again."""
+    q, k, v = qkv()
+    term = random(*TERMS[name]) if name in TERMS else torch.ones(1, 1, ROWS, KEYS).bool()
+    settled, times = calls._settled, []
+
+    def counted(*arguments: Any) -> Any:
+        times.append(arguments[0])
+        return settled(*arguments)
+
+    monkeypatch.setattr(calls, "_settled", counted)
+    results = []
+    for _ in range(3):
+        out = attngen.attention(q, k, v, **{name: term})
+        leaves = [x for x in (q, k, v, term) if x.requires_grad]
+        results.append([out, *torch.autograd.grad(out, leaves, torch.ones_like(out))])
+    assert times == ["fwd", "bwd"]
+    for one, other in zip(results[0], results[2], strict=True):
+        assert torch.equal(one, other)

@@ -32,6 +32,8 @@ RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles noth
     "align",
     "window_left",
     "window_right",
+    "stride_sib",
+    "stride_sih",
     "batch_start",
     "head_start",
     "threshold",
