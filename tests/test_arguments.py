@@ -124,7 +124,7 @@ def test_option_is_refused(through: str, fields: dict[str, Any], value: str, ste
     ({"head_dim_v": np.float64(64)}, "64.0", "write head_dim_v=64"),
     ({"head_dim_v": np.bool_(True)}, "True", "from 1 to 512"),
     ({"dtype": np.array([1, 2])}, "[1 2]", "'bfloat16'"),
-    ({"chunk": 0}, "0", "from 1 up"),
+    ({"chunk": 0}, "0", "from 1 to 1073741824"),
     ({"chunk": "8"}, "'8'", "write chunk=8"),
     ({"score_mod": False}, "False", "None or a function"),
     ({"fp8_scale": True}, "True", "'tensor', 'head', 'block'"),
