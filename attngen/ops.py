@@ -92,7 +92,9 @@ def forward(
     The dispatcher's two passes through Python (Autograd, then the device) cost more than a launch.
     Modes, functorch transforms, tensor subclasses and autocast still go through it.
     """
-    if not _is_plain(q, k, v, *extra) or torch.is_autocast_enabled(q.device.type):
+    if not (_is_plain(q, k, v) and _have_plain_types(extra)) or torch.is_autocast_enabled(
+        q.device.type
+    ):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     _refuse_unsupported_derivatives(q, k, v, *extra)
     if _needs_gradient(q, k, v, extra):
@@ -120,6 +122,11 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     return all(
         x is None or (type(x) in _PLAIN and not x.is_meta and not x.is_neg()) for x in tensors
     )
+
+
+def _have_plain_types(extra: Sequence[Tensor | None]) -> bool:
+    """Is no tensor of `extra` of a subclass? A meta one among others is for the checks to name."""
+    return all(x is None or type(x) in _PLAIN for x in extra)
 
 
 def _is_batched(*grads: Tensor | None) -> bool:
@@ -163,7 +170,7 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         if dout is None and dlse is None:
             return nothing
         tensors = (q, k, v, out, lse, dout, dlse)
-        plain = _is_plain(*tensors, *extra)
+        plain = _is_plain(*tensors) and _have_plain_types(extra)
         direct = plain and not torch.is_grad_enabled() and not _is_batched(*grads)
         bwd: Any = calls.backward if direct else torch.ops.attngen.bwd
         needed, needs = ctx.needs_input_grad[3:6], _needs(ctx.text_key, ctx.needs_input_grad[6:])
@@ -234,7 +241,7 @@ def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
     _refuse_unsupported_derivatives(q, k, v, *extra)
-    direct = _is_plain(q, k, v, *extra)
+    direct = _is_plain(q, k, v) and _have_plain_types(extra)
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         function = AttngenDirect if direct else AttngenAttention

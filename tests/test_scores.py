@@ -451,6 +451,7 @@ def test_autocast_leaves_scores_in_their_dtype() -> None:
 # ---- torch.compile, vmap --------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("default")  # what torch says while it compiles is its own affair
 @pytest.mark.parametrize("through", [slow("attention"), "compile"])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_torch_compile_in_one_graph(through: str, backend: str) -> None:
