@@ -99,7 +99,7 @@ def forward(
     _refuse_unsupported_derivatives(q, k, v, *extra)
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
-        return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]
+        return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]  # torch types none of it
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
 
 

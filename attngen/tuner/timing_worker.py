@@ -139,7 +139,7 @@ def _failed(kind: str, reason: str) -> Answer:
 
 def _driver_version() -> str | None:
     with contextlib.suppress(Exception):  # NVML is optional and fails in many ways
-        import pynvml  # type: ignore[import-not-found,unused-ignore]
+        import pynvml  # type: ignore[import-not-found,unused-ignore]  # optional
 
         pynvml.nvmlInit()
         return str(pynvml.nvmlSystemGetDriverVersion())
