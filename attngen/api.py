@@ -157,8 +157,8 @@ class Attention:
             doc_ids_q: int32 or int64, (batch, seqlen_q) or (seqlen_q,), any values; a query sees
                 keys of its own document alone. Sorted ids are the fast ones.
             doc_ids_k: the same for keys; doc_ids_q itself if None and lengths agree.
-            tree_mask: bool, (n, n) or (batch, n, n); the last n rows of q and k are nodes of a tree,
-                and node i sees node j iff tree_mask[i, j].
+            tree_mask: bool, (n, n) or (batch, n, n); the last n rows of q and k are the nodes of a
+                tree, and node i sees node j iff tree_mask[i, j].
             dropout_p: overrides the spec's; 0.0 for evaluation.
             dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
                 torch's generator if None. Hand one in where a recomputed forward must see the same

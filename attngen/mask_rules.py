@@ -54,8 +54,9 @@ class Structure:
             nodes_q, nodes_k = queries - self.tree_start, keys - self.tree_start
             are_nodes = (nodes_q >= 0) & (nodes_k >= 0)
             if n:
-                at = (nodes_q.clamp(0, n - 1), nodes_k.clamp(0, n - 1))
-                seen = torch.where(are_nodes, self.tree_mask[(_row(self.tree_mask, b), *at)], seen)
+                row = _row(self.tree_mask, b)
+                tree = self.tree_mask[row, nodes_q.clamp(0, n - 1), nodes_k.clamp(0, n - 1)]
+                seen = torch.where(are_nodes, tree, seen)
         if self.prefix_lens is not None:
             seen = seen | (keys < self.prefix_lens[b])
         return seen

@@ -68,16 +68,16 @@ class AttentionSpec:
             2**30. `causal` closes the right side.
         chunk: n makes attention local to chunks of n positions: query i sees key j only if
             i // n == j // n, in aligned positions (Llama 4). Causal masks and windows apply too.
-        prefix_lm: calls take prefix_lens (batch,), and a query also sees the keys at positions below
-            its batch row's: key j iff j <= max(i, prefix_lens[b] - 1). Needs `causal`. A window's
-            left side and chunks apply to those keys, too.
+        prefix_lm: calls take prefix_lens (batch,), and a query also sees the keys at positions
+            below its batch row's: key j iff j <= max(i, prefix_lens[b] - 1). Needs `causal`. A
+            window's left side and chunks apply to those keys, too.
         documents: calls take doc_ids_q (batch, seqlen_q) and doc_ids_k (batch, seqlen_k), and query
             i sees key j only if their ids are equal. Tiles of keys whose ids do not overlap those
             of the queries are not read; with sorted ids, that is all other documents.
-        tree_mask: calls take tree_mask (n, n) or (batch, n, n), bool: the last n rows of q and k are
-            the nodes of a tree (of draft tokens), and node i sees node j iff tree_mask[i, j],
-            whatever `causal` says. It sees all keys before the tree. Rows before the tree see what
-            they see without one. Windows and chunks apply by positions.
+        tree_mask: calls take tree_mask (n, n) or (batch, n, n), bool: the last n rows of q and k
+            are the nodes of a tree (of draft tokens), and node i sees node j iff tree_mask[i, j],
+            whatever `causal` says, beside all keys before the tree. Rows before the tree see what
+            they see without one. Windows and chunks apply by positions, and prefixes to nodes, too.
         dropout_p: probability, 0 to 1, of dropping an entry of the softmax matrix.
         softmax_scale: multiplies q @ k.T; default 1 / sqrt(head_dim). Zero and negative are legal;
             its size, else, is one that float32 holds.

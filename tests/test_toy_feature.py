@@ -86,9 +86,7 @@ def test_toy_feature_computes_what_the_oracle_says(more: dict[str, object]) -> N
     spec = Toy(head_dim=16, dtype="float32", even_keys=True, **more)  # type: ignore[arg-type]
     oracle = Toy(head_dim=16, dtype="float32", bias=True, **more)  # type: ignore[arg-type]
     for config in CONFIGS:
-        made = case.make(
-            spec, Workload(1, 2, 1, 37, 45), "cpu", backward=config.direction == "bwd"
-        )
+        made = case.make(spec, Workload(1, 2, 1, 37, 45), "cpu", backward=config.direction == "bwd")
         bias = torch.where(torch.arange(45) % 2 == 0, HALF, 0.0).expand(1, 1, 37, 45)
         leaves = [x.detach().clone().requires_grad_() for x in (made.q, made.k, made.v)]
         out, lse = reference.attention(oracle, *leaves, bias=bias)

@@ -108,9 +108,8 @@ class Case:
             made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
             return self.q, self.k, self.v, self.out, self.lse, *made, *documents
         scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
-        scratch += documents
-        grads = (self.dq, self.dk, self.dv)
-        return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch
+        made = (self.dq, self.dk, self.dv, *scratch, *documents)
+        return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
 
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
