@@ -42,17 +42,12 @@ class Toy(AttentionSpec):
         return self.even_keys or super().has_score_terms
 
 
-def blocks() -> list[tuple[str, str]]:
-    """The file that each block of the section names, and the block's text."""
-    return re.findall(r"`([\w./]+\.jinja)`.*?\n```\n(.*?)```", STEPS, re.DOTALL)
-
-
 @pytest.fixture
 def toy_templates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The templates with the steps of the README done, in place of the package's own."""
     folder = tmp_path / "templates"
     shutil.copytree(REPO / "templates", folder)
-    part, include, line = (text for _, text in blocks())
+    part, include, line = re.findall(r"^```\n(.*?)^```", STEPS, re.DOTALL | re.MULTILINE)
     (folder / "parts" / "even_keys.py.jinja").write_text(part)
     for name in ("fwd.triton.py.jinja", "bwd.triton.py.jinja"):
         before(folder / name, '{% include "parts/score.py.jinja" %}\n', include)
