@@ -333,7 +333,7 @@ def _settled(
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
     if direction == "bwd":
-        memory.append(_float32(batch, heads, 2, -(-seqlen_q // 128) * 128))
+        memory.append(_float32(batch, heads, spec.row_numbers, -(-seqlen_q // 128) * 128))
         if kernel.config.sums_dq:
             memory.append(_float32(batch, heads, seqlen_q, dim))
     if spec.documents:

@@ -319,6 +319,17 @@ class AttentionSpec:
         return self.dtype == "float32" and self.precision == "ieee"
 
     @property
+    def weighs_rows(self) -> bool:
+        """The backward takes P of the keys alone, and their share of the denominator beside it:
+        with the sink in P, the gradient of lse would lose digits that float32 has."""
+        return self.sinks and self.is_exact
+
+    @property
+    def row_numbers(self) -> int:
+        """How many numbers of each query row the backward's first kernel hands to the others."""
+        return 3 if self.weighs_rows else 2
+
+    @property
     def subtracts_maximum(self) -> bool:
         """The forward subtracts the row's maximum before it scales: nothing is lost of scores of
         any size, for one instruction more."""

@@ -186,7 +186,7 @@ def make(
             "dq": result(heads, rows, dim),
             "dk": result(heads_kv, keys, dim),
             "dv": result(heads_kv, keys, dim_v),
-            "rows": numbers(batch, heads, 2, _up(rows, _SCRATCH_ROWS)),
+            "rows": numbers(batch, heads, spec.row_numbers, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
     beside = beside_of(spec, workload, device, generator, shares_scores=shares_scores)
