@@ -57,7 +57,7 @@ format: $(READY)
 	$(PY) -m ruff check --fix .
 
 golden: $(READY)
-	$(PYTEST) -q tests/test_render.py --update-golden
+	$(PYTEST) -q tests/test_render.py tests/test_refusals.py --update-golden
 
 # On a machine with a GPU; add `NO_VENV=1` where there is no network, GPU_JOBS="-n 4" to share it.
 # The tuner and the host's time run by themselves: one compiles on all cores, the other is measured.

@@ -34,6 +34,7 @@ from attngen.checks import (
 from attngen.dropout import seed_tensor
 from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
+from attngen.masks import check_mask_fields, check_masks, fields_of
 from attngen.spec import FP8_DTYPES, AttentionSpec
 from attngen.values import (
     MAX_POSITION,
@@ -88,6 +89,8 @@ class Attention:
         self._eval_key = replace(spec, dropout_p=0.0).text_key
         self._drop_key = replace(spec, dropout_p=0.5).text_key
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
+        masks = ("prefix_lm", "documents", "tree_mask")
+        self._masks = tuple(field for field in masks if getattr(spec, field))
 
     def __eq__(self, other: object) -> bool:
         return self.spec == other.spec if isinstance(other, Attention) else NotImplemented
@@ -110,6 +113,10 @@ class Attention:
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        prefix_lens: Tensor | None = None,
+        doc_ids_q: Tensor | None = None,
+        doc_ids_k: Tensor | None = None,
+        tree_mask: Tensor | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
         q_descale: Tensor | None = None,
@@ -145,6 +152,13 @@ class Attention:
                 the distance of its query and key. Differentiable.
             sinks: float, of the same shapes; a row's softmax denominator gains exp(sink), its lse
                 does not. Differentiable.
+            prefix_lens: int32 or int64, (batch,); keys at positions below its batch row's are seen
+                by every query (prefix-LM).
+            doc_ids_q: int32 or int64, (batch, seqlen_q) or (seqlen_q,), any values; a query sees
+                keys of its own document alone. Sorted ids are the fast ones.
+            doc_ids_k: the same for keys; doc_ids_q itself if None and lengths agree.
+            tree_mask: bool, (n, n) or (batch, n, n); the last n rows of q and k are the nodes of a
+                tree, and node i sees node j iff tree_mask[i, j].
             dropout_p: overrides the spec's; 0.0 for evaluation.
             dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
                 torch's generator if None. Hand one in where a recomputed forward must see the same
@@ -194,6 +208,13 @@ class Attention:
         ):
             scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
             check_score_fields(self._scores, scores)
+        masks = None
+        if self._masks or not (
+            prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
+        ):
+            totals = (seqlen_q_total, seqlen_k_total)
+            masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+            check_mask_fields(self._masks, masks)
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
@@ -211,6 +232,7 @@ class Attention:
             dropout_seed=dropout_seed,
             descales=descales if spec.is_fp8 else (),
             scores=scores,
+            masks=masks,
             shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
             starts=(batch_start, head_start),
             partial=partial,
@@ -258,6 +280,10 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    prefix_lens: Tensor | None = None,
+    doc_ids_q: Tensor | None = None,
+    doc_ids_k: Tensor | None = None,
+    tree_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -284,7 +310,8 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is, and a tensor that acts on scores turns its spec field on.
+    the spec's fp8_scale is, and a tensor that acts on scores, or tells which keys a query sees,
+    turns its spec field on.
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -306,6 +333,10 @@ def attention(
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
         scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
+    masks = None
+    if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
+        totals = (seqlen_q_total, seqlen_k_total)
+        masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
     if deterministic is None:
@@ -334,6 +365,7 @@ def attention(
         batch_invariant,
         fp8_scale,
         _NONE if scores is None else tuple(scores),
+        _NONE if masks is None else fields_of(masks),
     )
     out, lse = _run(
         key,
@@ -349,6 +381,7 @@ def attention(
         dropout_seed=dropout_seed,
         descales=descales if fp8_scale else (),
         scores=scores,
+        masks=masks,
         shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
         starts=(batch_start, head_start),
         partial=partial,
@@ -493,6 +526,7 @@ def _cached_text_key(
     batch_invariant: bool,
     fp8_scale: str | None,
     scores: tuple[str, ...],
+    masks: tuple[str, ...],
 ) -> str:
     """The text key of a functional call; validates what the spec validates."""
     spec = AttentionSpec(
@@ -509,7 +543,7 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
-        **dict.fromkeys(scores, True),
+        **dict.fromkeys((*scores, *masks), True),
     )
     return spec.text_key
 
@@ -529,6 +563,7 @@ def _run(
     dropout_seed: int | Tensor | None,
     descales: tuple[Tensor | None, ...],
     scores: dict[str, Tensor] | None,
+    masks: dict[str, Tensor] | None,
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -552,6 +587,8 @@ def _run(
     has_dropout = dropout_p > 0
     aligned = is_causal or left is not None or right is not None or chunk is not None
     if scores is not None and "alibi" in scores:
+        aligned = True
+    if masks is not None and "tree_mask" in masks:
         aligned = True
     q_start, q_step, k_start, k_step, total_q, total_k = shard
     whole_q = q_start is _ZERO and q_step is _ONE and total_q is None
@@ -584,6 +621,8 @@ def _run(
         extra.append(_seed(dropout_seed, q))
     if scores is not None:
         extra += scores.values()
+    if masks is not None:
+        extra += masks.values()
     extra += descales
     if compiling:
         out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)

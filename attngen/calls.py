@@ -21,6 +21,7 @@ from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
 from attngen.identity import parsed
 from attngen.kernel import Tensors
+from attngen.masks import document_scratch
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
 from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.score_terms import Sums, placed
@@ -332,9 +333,12 @@ def _settled(
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
     if direction == "bwd":
-        memory.append(_float32(batch, heads, 2, -(-seqlen_q // 128) * 128))
+        memory.append(_float32(batch, heads, spec.row_numbers, -(-seqlen_q // 128) * 128))
         if kernel.config.sums_dq:
             memory.append(_float32(batch, heads, seqlen_q, dim))
+    if spec.documents:
+        sizes_of = document_scratch(batch, seqlen_q, k.shape[2])
+        memory.append(_float32(*sizes_of)._replace(dtype=torch.int64))
     numbers = _numbers(spec, named, seqlen_q, k.shape[2])
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args) + buffers
@@ -369,6 +373,8 @@ def _numbers(
         total_q = seqlen_q if total_q < 0 else total_q
         total_k = seqlen_k if total_k < 0 else total_k
         numbers["align"] = total_k - total_q if named["bottom_right"] else 0
+        if spec.tree_mask:
+            numbers["tree_end"] = total_k
     return numbers
 
 

@@ -31,10 +31,6 @@ _TENSOR_FIELD = {
     "seqused_q": 'layout="thd"',
     "seqused_k": 'layout="thd" or paged',
     "block_table": "paged",
-    "prefix_lens": "prefix_lm",
-    "doc_ids_q": "documents",
-    "doc_ids_k": "documents",
-    "tree_mask": "tree_mask",
     "block_map": "block_map",
     "aux_tensors": "score_mod or mask_mod",
 }

@@ -52,6 +52,7 @@ def switch_on() -> None:
         )
     _repair_products()
     _fuse_multiply_add()
+    _pass_over_nan()
     _add_descriptor_atomics()
     for module in _language_modules():
         for name, value in list(vars(module).items()):
@@ -138,6 +139,19 @@ def _fuse_multiply_add() -> None:
         return TensorHandle(wide.astype(np.float32), triton.language.float32)
 
     InterpreterBuilder.create_fma = create_fma
+
+
+def _pass_over_nan() -> None:
+    """Of NaN and a number, minimum and maximum are the number, as the hardware's are."""
+
+    def create_minnumf(self: Any, x: Any, y: Any) -> Any:
+        return self.binary_op(x, y, np.fmin)
+
+    def create_maxnumf(self: Any, x: Any, y: Any) -> Any:
+        return self.binary_op(x, y, np.fmax)
+
+    InterpreterBuilder.create_minnumf = create_minnumf
+    InterpreterBuilder.create_maxnumf = create_maxnumf
 
 
 def _widen(bits: np.ndarray) -> np.ndarray:

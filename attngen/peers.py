@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from attngen.mask_rules import NAMES, Structure
 from attngen.reference import alignment
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
@@ -71,6 +72,11 @@ def _other_alignment(spec: AttentionSpec, workload: Workload, peers_own: str) ->
     return ("top_left" if spec.causal == "top_left" else "bottom_right") != peers_own
 
 
+def _refuse_structure(peer: str, spec: AttentionSpec) -> None:
+    """Raise if a mask of structure is wanted."""
+    _refuse(peer, prefix_lm=spec.prefix_lm, documents=spec.documents, tree_mask=spec.tree_mask)
+
+
 def _sdpa(backend: SDPBackend) -> Callable[..., Attend]:
     def make(
         spec: AttentionSpec,
@@ -90,7 +96,9 @@ def _sdpa(backend: SDPBackend) -> Callable[..., Attend]:
             alibi=spec.alibi,
             sinks=spec.sinks,
         )
-        mask = _one_mask(spec, workload, attn_mask, bias)
+        if spec.has_masks and backend is not SDPBackend.MATH:
+            _refuse_structure("sdpa", spec)
+        mask = _one_mask(spec, workload, attn_mask, bias, lacking)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             with sdpa_kernel(backend):
@@ -111,16 +119,21 @@ def _sdpa(backend: SDPBackend) -> Callable[..., Attend]:
 
 
 def _one_mask(
-    spec: AttentionSpec, workload: Workload, attn_mask: Tensor | None, bias: Tensor | None
+    spec: AttentionSpec,
+    workload: Workload,
+    attn_mask: Tensor | None,
+    bias: Tensor | None,
+    beside: dict[str, Tensor],
 ) -> Tensor | None:
     """SDPA's attn_mask, with the causal mask in it: it takes one of the two."""
-    if attn_mask is None and bias is None:
+    if attn_mask is None and bias is None and not spec.has_masks:
         return None
-    if spec.is_causal:
+    if spec.is_causal or spec.has_masks:
         rows, keys = (
             torch.arange(n, device=_device()) for n in (workload.seqlen_q, workload.seqlen_k)
         )
-        seen = _visible(spec, workload)(rows, rows, rows[:, None], keys)
+        batch = torch.arange(workload.batch, device=_device())[:, None, None, None]
+        seen = _visible(spec, workload, None, beside)(batch, batch, rows[:, None], keys)
         attn_mask = seen if attn_mask is None else attn_mask & seen
     mask = attn_mask
     if bias is not None:
@@ -153,10 +166,11 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
         # its backward is run again and again (retain_graph), which donated buffers forbid
         functorch.donated_buffer = False
         mask = None
-        if spec.has_positions or spec.attn_mask:
+        if spec.has_positions or spec.documents or spec.attn_mask:
             rows, keys = workload.seqlen_q, workload.seqlen_k
-            visible = _visible(spec, workload, attn_mask)
-            mask = create_block_mask(visible, None, None, rows, keys, device=_device())
+            visible = _visible(spec, workload, attn_mask, lacking)
+            each = workload.batch if spec.has_masks else None
+            mask = create_block_mask(visible, each, None, rows, keys, device=_device())
         score_mod = _score_mod(spec, workload, bias, alibi_slopes)
         compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
 
@@ -182,18 +196,30 @@ def _device() -> str:
 
 
 def _visible(
-    spec: AttentionSpec, workload: Workload, attn_mask: Tensor | None = None
+    spec: AttentionSpec,
+    workload: Workload,
+    attn_mask: Tensor | None = None,
+    beside: dict[str, Tensor] | None = None,
 ) -> Callable[..., Tensor]:
-    """FlexAttention's mask function of the spec's causal mask and window, and of a mask."""
+    """FlexAttention's mask function of the spec's causal mask and window, of a mask, and of the
+    structure that `beside` tells."""
     shift = alignment(spec, workload.seqlen_q, workload.seqlen_k)
     left, right = spec.window or (None, None)
     right = 0 if spec.is_causal else right
+    given = {name: x for name, x in (beside or {}).items() if name in NAMES}
+    rules = Structure.of(spec, workload.seqlen_k, dict(given))
     beyond = workload.seqlen_q + workload.seqlen_k  # further than any two rows stand apart
     low, high = -(beyond if left is None else left), beyond if right is None else right
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         ahead = j - (i + shift)
         seen = ahead <= high
+        if spec.moves_limits:
+            seen = seen if spec.is_causal else torch.ones_like(seen)
+            seen = rules.ordered(seen, b, i + shift, j)
+            seen = seen if spec.is_causal else seen & (ahead <= high)
+        if spec.documents:
+            seen = seen & rules.shares_document(b, i, j)
         if left is not None:
             seen = seen & (ahead >= low)
         if spec.chunk is not None:
@@ -203,7 +229,7 @@ def _visible(
     if attn_mask is None:
         return visible
     table = attn_mask[0, 0]
-    if not spec.has_positions:
+    if not (spec.has_positions or spec.documents):
         return lambda b, h, i, j: table[i, j]
     return lambda b, h, i, j: visible(b, h, i, j) & table[i, j]
 
@@ -245,6 +271,7 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload, **lacking: Tenso
         alibi=spec.alibi,
         sinks=spec.sinks,
     )
+    _refuse_structure("fa3", spec)
     left, right = spec.window or (None, None)
     per_head = (workload.batch, workload.num_heads_kv)
 

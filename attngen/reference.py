@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attngen.mask_rules import Structure
 from attngen.spec import AttentionSpec
 
 NEG_INF = float("-inf")
@@ -115,8 +116,17 @@ def alignment(spec: AttentionSpec, seqlen_q: int, seqlen_k: int) -> int:
     return 0 if spec.causal == "top_left" else seqlen_k - seqlen_q
 
 
-def visible(spec: AttentionSpec, queries: Tensor, keys: Tensor) -> Tensor:
-    """May queries see keys? Both are aligned positions, of shapes that broadcast."""
+def visible(
+    spec: AttentionSpec,
+    queries: Tensor,
+    keys: Tensor,
+    structure: Structure | None = None,
+    at: tuple[Tensor | int, Tensor, Tensor] | None = None,
+) -> Tensor:
+    """May queries see keys? Both are aligned positions, of shapes that broadcast.
+
+    With a structure, `at` names their batch rows, query rows and key rows.
+    """
     left, right = spec.window or (None, None)
     ahead = keys - queries
     seen = torch.ones_like(ahead, dtype=torch.bool)
@@ -124,10 +134,17 @@ def visible(spec: AttentionSpec, queries: Tensor, keys: Tensor) -> Tensor:
         seen &= queries // spec.chunk == keys // spec.chunk
     if spec.is_causal:
         right = 0
+    if structure is not None and at is not None:
+        if spec.is_causal:
+            seen = seen & structure.ordered(ahead <= 0, at[0], queries, keys)
+            right = None
+        elif spec.tree_mask:
+            seen = seen & structure.ordered(torch.ones_like(seen), at[0], queries, keys)
+        seen = seen & structure.shares_document(*at)
     if left is not None:
-        seen &= ahead >= -left
+        seen = seen & (ahead >= -left)
     if right is not None:
-        seen &= ahead <= right
+        seen = seen & (ahead <= right)
     return seen
 
 
@@ -215,6 +232,7 @@ def attention(
     seed: int | Tensor = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
+    **structure: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of (batch, heads, seqlen, dim) inputs, differentiable in all that is no mask.
 
@@ -223,6 +241,7 @@ def attention(
         bias: of such a shape, added to capped scores; -inf hides a key.
         alibi_slopes: (heads,) or (batch, heads); a score loses slope * |distance|.
         sinks: (heads,) or (batch, heads); exp(sink) joins the denominator, but not lse.
+        structure: prefix_lens, doc_ids_q, doc_ids_k and tree_mask, those of the spec.
         seed: of dropout.
         math_dtype: in which everything is computed.
         round_to: round P and dS to this dtype where a good kernel must; for `yardstick`.
@@ -230,11 +249,13 @@ def attention(
     batch, heads, seqlen_q, _ = q.shape
     group, seqlen_k = heads // k.shape[1], k.shape[2]
     beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks)
+    rules = Structure.of(spec, seqlen_k, structure)
     q, k, v = (x.to(math_dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
+    at = (torch.arange(batch, device=q.device)[:, None, None, None], rows[:, None], keys)
     rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
-    ahead, seen = keys - rows, beside.seen(visible(spec, rows, keys))
+    ahead, seen = keys - rows, beside.seen(visible(spec, rows, keys, rules, at))
     dirty = not bool(torch.isfinite(k).all() and torch.isfinite(v).all())
     if dirty:  # what stands in a key that a row does not see must not reach the row
         s = (q[:, :, :, None] * torch.where(seen[..., None], k[:, :, None], 0.0)).sum(-1)
@@ -268,6 +289,7 @@ def yardstick(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | Tensor = 0,
+    **structure: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The measure of a fair error: float32, rounded to `narrow` only where a good kernel must.
 
@@ -285,6 +307,7 @@ def yardstick(
         seed=seed,
         math_dtype=torch.float32,
         round_to=narrow,
+        **structure,
     )
     return rounded(out, narrow, narrow), lse
 
@@ -322,12 +345,14 @@ def sampled_rows(
     seed: int | Tensor = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
+    **structure: Tensor | None,
 ) -> Rows:
     """The query rows `at` (n, 3: batch, head, row) alone, and their dq if `do` is given."""
     group, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     keys = torch.arange(seqlen_k, device=q.device)
     shift = alignment(spec, seqlen_q, seqlen_k)
     beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks).expand(*q.shape[:3], seqlen_k)
+    rules = Structure.of(spec, seqlen_k, structure)
     outs, lses, dqs = [], [], []
     for b, h, i in at.tolist():
         row = q[b, h, i].detach().to(math_dtype).requires_grad_(do is not None)
@@ -336,7 +361,9 @@ def sampled_rows(
             s = rounded(s, None, round_to)
         ahead, here = keys - i - shift, beside[b, h, i]
         s = here.added_to(_capped(spec, s * scale_of(spec)), ahead)
-        p, lse = _softmax(s, here.seen(visible(spec, keys.new_tensor(i + shift), keys)), here.sinks)
+        at_i = keys.new_tensor(i)
+        seen = here.seen(visible(spec, at_i + shift, keys, rules, (b, at_i, keys)))
+        p, lse = _softmax(s, seen, here.sinks)
         keep = None
         if spec.has_dropout:
             batch, head, at_row = at.new_tensor([b, h, i]).unbind()
@@ -376,21 +403,23 @@ def sampled_keys(
     seed: int | Tensor = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
+    **structure: Tensor | None,
 ) -> Keys:
     """dk and dv of the keys `at` (n, 3: batch, kv head, key), from the forward's out and lse."""
     group, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     rows = torch.arange(seqlen_q, device=q.device)
     shift = alignment(spec, seqlen_q, seqlen_k)
     beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks).expand(*q.shape[:3], seqlen_k)
+    rules = Structure.of(spec, seqlen_k, structure)
     dks, dvs = [], []
     for b, h_kv, j in at.tolist():
         heads = torch.arange(h_kv * group, (h_kv + 1) * group, device=q.device)
         q_all, o_all, do_all = (x[b, heads].to(math_dtype) for x in (q, out, do))
         key, value = k[b, h_kv, j].to(math_dtype), v[b, h_kv, j].to(math_dtype)
         ahead, here = j - rows - shift, beside[b, heads, :, j]
-        seen = here.seen(visible(spec, rows + shift, torch.full_like(rows, j))) & (
-            lse[b, heads] != NEG_INF
-        )
+        column = torch.full_like(rows, j)
+        seen = here.seen(visible(spec, rows + shift, column, rules, (b, rows, column)))
+        seen = seen & (lse[b, heads] != NEG_INF)
         s = _capped(spec, q_all @ key * scale_of(spec))
         total = lse[b, heads].to(math_dtype)
         if here.sinks is not None:

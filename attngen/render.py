@@ -77,6 +77,8 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["causal"] if spec.is_causal else []
     traits += ["window"] if spec.has_window_left or spec.has_window_right else []
     traits += ["chunked"] if spec.has_chunk else []
+    masks = {"prefix": spec.prefix_lm, "documents": spec.documents, "tree": spec.tree_mask}
+    traits += [name for name, is_on in masks.items() if is_on]
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]

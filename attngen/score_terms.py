@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attngen.masks import MASK_FIELDS, placed_mask
 from attngen.memory import on_16_bytes
 from attngen.spec import AttentionSpec
 
@@ -31,6 +32,8 @@ def placed(
             found.append(on_16_bytes(x).expand(batch, heads, seqlen_q, k.shape[2]))
         elif name in ("alibi_slopes", "sinks"):
             found.append(on_16_bytes(x.float()).expand(batch, heads))
+        elif name in MASK_FIELDS:
+            found.append(placed_mask(name, x, batch))
         else:
             found.append(on_16_bytes(x.contiguous()))
     return found

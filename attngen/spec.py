@@ -44,9 +44,6 @@ _NOT_BUILT = {
     "score_mod": "score functions",
     "mask_mod": "mask functions",
     "paged": "a paged KV cache",
-    "prefix_lm": "prefix-LM masks",
-    "documents": "document masks",
-    "tree_mask": "tree masks",
     "block_map": "block maps",
 }
 
@@ -71,6 +68,16 @@ class AttentionSpec:
             2**30. `causal` closes the right side.
         chunk: n makes attention local to chunks of n positions: query i sees key j only if
             i // n == j // n, in aligned positions (Llama 4). Causal masks and windows apply too.
+        prefix_lm: calls take prefix_lens (batch,), and a query also sees the keys at positions
+            below its batch row's: key j iff j <= max(i, prefix_lens[b] - 1). Needs `causal`. A
+            window's left side and chunks apply to those keys, too.
+        documents: calls take doc_ids_q (batch, seqlen_q) and doc_ids_k (batch, seqlen_k), and query
+            i sees key j only if their ids are equal. Tiles of keys whose ids do not overlap those
+            of the queries are not read; with sorted ids, that is all other documents.
+        tree_mask: calls take tree_mask (n, n) or (batch, n, n), bool: the last n rows of q and k
+            are the nodes of a tree (of draft tokens), and node i sees node j iff tree_mask[i, j],
+            whatever `causal` says, beside all keys before the tree. Rows before the tree see what
+            they see without one. Windows and chunks apply by positions, and prefixes to nodes, too.
         dropout_p: probability, 0 to 1, of dropping an entry of the softmax matrix.
         softmax_scale: multiplies q @ k.T; default 1 / sqrt(head_dim). Zero and negative are legal;
             its size, else, is one that float32 holds.
@@ -190,7 +197,7 @@ class AttentionSpec:
     @property
     def closes_right(self) -> bool:
         """A query sees no key beyond some position."""
-        return self.is_causal or self.has_window_right or self.has_chunk
+        return self.is_causal or self.has_window_right or self.has_chunk or self.tree_mask
 
     @property
     def closes_left(self) -> bool:
@@ -201,6 +208,31 @@ class AttentionSpec:
     def has_chunk(self) -> bool:
         """Queries see keys of their own chunk alone."""
         return self.chunk is not None
+
+    @property
+    def compares_rows(self) -> bool:
+        """Positions of queries are compared with those of keys."""
+        return self.is_causal or self.window is not None or self.has_chunk
+
+    @property
+    def begins_late(self) -> bool:
+        """Tiles before the first that a query sees are skipped."""
+        return self.closes_left or self.documents
+
+    @property
+    def chunk_closes_right(self) -> bool:
+        """A chunk's end hides keys that nothing else does."""
+        return self.has_chunk and (not self.is_causal or self.moves_limits)
+
+    @property
+    def moves_limits(self) -> bool:
+        """Where a query's keys end does not follow from its position alone."""
+        return self.prefix_lm or self.tree_mask
+
+    @property
+    def has_masks(self) -> bool:
+        """Which keys a query sees follows from a tensor that has no entry for each score."""
+        return self.moves_limits or self.documents
 
     @property
     def has_positions(self) -> bool:
@@ -230,7 +262,7 @@ class AttentionSpec:
     @property
     def hides_keys(self) -> bool:
         """Some rows may not see some keys."""
-        return self.has_positions or self.has_score_tiles
+        return self.has_positions or self.has_score_tiles or self.documents
 
     @property
     def adds_to_scores(self) -> bool:
@@ -287,6 +319,17 @@ class AttentionSpec:
         return self.dtype == "float32" and self.precision == "ieee"
 
     @property
+    def weighs_rows(self) -> bool:
+        """The backward takes P of the keys alone, and their share of the denominator beside it:
+        with the sink in P, the gradient of lse would lose digits that float32 has."""
+        return self.sinks and self.is_exact
+
+    @property
+    def row_numbers(self) -> int:
+        """How many numbers of each query row the backward's first kernel hands to the others."""
+        return 3 if self.weighs_rows else 2
+
+    @property
     def subtracts_maximum(self) -> bool:
         """The forward subtracts the row's maximum before it scales: nothing is lost of scores of
         any size, for one instruction more."""
@@ -310,6 +353,10 @@ class AttentionSpec:
             "bias": self.bias,
             "alibi_slopes": self.alibi,
             "sinks": self.sinks,
+            "prefix_lens": self.prefix_lm,
+            "doc_ids_q": self.documents,
+            "doc_ids_k": self.documents,
+            "tree_mask": self.tree_mask,
         }
         names = tuple(name for name, is_given in given.items() if is_given)
         return names + (DESCALES if self.is_fp8 else ())
@@ -466,6 +513,16 @@ def _validate(spec: AttentionSpec) -> None:
         flag("deterministic", spec.deterministic, "None, True or False")
     if spec.chunk is not None:
         whole("chunk", spec.chunk, 1, MAX_POSITION)
+    if spec.prefix_lm and spec.causal is False:
+        raise SpecError(
+            "prefix_lm=True needs causal, which it widens, got causal=False; add causal=True, or "
+            "leave prefix_lm out: without causal a query sees the prefix anyway"
+        )
+    if spec.tree_mask and spec.causal == "top_left":
+        raise SpecError(
+            "tree_mask=True needs rows of q and k that are aligned at their ends, where the tree "
+            "is, got causal='top_left'; use causal=True"
+        )
     for name in ("score_mod", "mask_mod"):
         value = getattr(spec, name)
         if value is not None and not callable(value):

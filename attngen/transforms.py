@@ -12,6 +12,7 @@ from torch.utils.flop_counter import register_flop_formula
 from attngen.checks import SCORE_FIELDS
 from attngen.errors import SpecError
 from attngen.identity import parsed
+from attngen.masks import MASK_FIELDS
 from attngen.spec import DESCALES, AttentionSpec
 
 
@@ -84,7 +85,7 @@ def _fold_extra(
     each = zip(spec.tensor_args, extra, dims or (None,) * len(extra), strict=True)
     return [
         _fold_scores(x, dim, size, batch, name in wanted)
-        if name in SCORE_FIELDS
+        if name in SCORE_FIELDS or (name in MASK_FIELDS and name != "prefix_lens")
         else _fold_one(spec, name, x, dim, size)
         for name, x, dim in each
     ]
@@ -100,7 +101,7 @@ def _fold_scores(x: Tensor, dim: int | None, size: int, batch: int, needed: bool
 
 
 def _fold_one(spec: AttentionSpec, name: str, x: Any, dim: int | None, size: int) -> Any:
-    if name in DESCALES and spec.fp8_scale != "tensor":
+    if name == "prefix_lens" or (name in DESCALES and spec.fp8_scale != "tensor"):
         return _fold(x, dim, size)
     if dim is not None and name in DESCALES:
         raise SpecError(

@@ -16,6 +16,7 @@ from torch import Tensor
 from attngen import reference
 from attngen.api import compile
 from attngen.fp8 import quantize, spread
+from attngen.mask_rules import made
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Direction, Workload
 
@@ -170,7 +171,7 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
     v = normal(batch, heads_kv, keys, spec.head_dim_v)
     dout = normal(batch, heads_q, rows, spec.head_dim_v)
     dlse = normal(batch, heads_q, rows).float()
-    beside: dict[str, Tensor] = {}
+    beside = made(spec, workload, device)
     if spec.attn_mask:
         beside["attn_mask"] = _mask(normal(batch, 1, rows, keys))
     if spec.bias:

@@ -79,11 +79,36 @@ def oracle_options(options: dict[str, Any], q: Tensor, k: Tensor) -> dict[str, A
         rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
         local = ((rows + shift) // options["chunk"])[:, None] == keys // options["chunk"]
         named["mask"] = named.get("mask", True) & local.expand(*q.shape[:3], k.shape[2])
+    if any(options.get(name) is not None for name in ("prefix_lens", "doc_ids_q", "tree_mask")):
+        named["mask"] = named.get("mask", True) & structure(options, q, k)
+        if causal is not False:  # which is in that mask; it closes the window's right side
+            named |= {"causal": False, "window": ((named["window"] or (None, None))[0], None)}
     if options.get("dropout_p"):
         p, seed = options["dropout_p"], options["dropout_seed"]
         keep = attngen.dropout_keep(seed, *q.shape[:3], k.shape[2], p)
         named |= {"dropout_p": p, "keep": keep.to(q.device)}
     return named
+
+
+def structure(options: dict[str, Any], q: Tensor, k: Tensor) -> Tensor:
+    """Which keys rows see by causal, tree_mask, prefix_lens and document ids: a dense mask."""
+    batch, heads, rows, keys = *q.shape[:3], k.shape[2]
+    causal, tree = options.get("causal", False), options.get("tree_mask")
+    i, j = torch.arange(rows, device=q.device)[:, None], torch.arange(keys, device=q.device)
+    shift = 0 if causal == "top_left" else keys - rows
+    seen = j <= i + shift if causal is not False else torch.ones_like(i + j, dtype=torch.bool)
+    seen = seen.repeat(batch, 1, 1)
+    if tree is not None:
+        n = tree.shape[-1]
+        seen[:, rows - n :, keys - n :] = tree
+    if options.get("prefix_lens") is not None:
+        seen |= j < options["prefix_lens"][:, None, None]
+    if options.get("doc_ids_q") is not None:
+        ids_q = options["doc_ids_q"]
+        ids_k = options.get("doc_ids_k", ids_q)
+        ids_q, ids_k = ids_q.expand(batch, rows), ids_k.expand(batch, keys)
+        seen &= ids_q[:, :, None] == ids_k[:, None, :]
+    return seen[:, None].expand(batch, heads, rows, keys)
 
 
 def assert_exact(

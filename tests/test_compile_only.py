@@ -38,6 +38,10 @@ SPECS = {
     "d96-v40": {"head_dim": 96, "head_dim_v": 40},
     "bias-mask": {"bias": True, "attn_mask": True, "causal": True},
     "alibi-sinks": {"alibi": True, "sinks": True, "softcap": 30.0, "head_dim": 128},
+    "documents": {"documents": True, "dropout_p": 0.1},
+    "documents-causal": {"documents": True, "causal": True, "attn_mask": True},
+    "prefix-tree": {"prefix_lm": True, "tree_mask": True, "causal": True, "chunk": 512},
+    "tree": {"tree_mask": True, "documents": True, "alibi": True},
     "float32": {"dtype": "float32", "head_dim": 32, "causal": True},
     "e5m2-block": {"dtype": "float8_e5m2", "fp8_scale": "block", "causal": True},
 }

@@ -22,7 +22,15 @@ from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload, spec_bucket
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+STRUCTURE = {
+    "doc_ids_q": (torch.arange(137) + 13) // 60,
+    "doc_ids_k": torch.arange(150) // 60,
+    "prefix_lens": torch.tensor([40, 130]),
+    "tree_mask": torch.ones(30, 30, dtype=torch.bool).tril() ^ (torch.arange(30) % 4 == 1),
+}
+STRUCTURE["tree_mask"].fill_diagonal_(True)
 ONE_OF_EACH_SCALE = [
+    pytest.param("block", E4M3, {"causal": True, **STRUCTURE}, id="block-structure"),
     pytest.param("tensor", E4M3, {}, id="tensor"),
     pytest.param("head", E4M3, {"causal": True}, id="head-causal"),
     pytest.param("block", E4M3, {"causal": True, "window": (40, None)}, id="block-window"),

@@ -685,9 +685,6 @@ UNBUILT_FIELDS: dict[str, Any] = {
     "score_mod": lambda *x: x[0],
     "mask_mod": lambda *x: True,
     "paged": True,
-    "prefix_lm": True,
-    "documents": True,
-    "tree_mask": True,
     "block_map": True,
     "layout": "thd",
 }
@@ -705,10 +702,6 @@ UNBUILT_TENSORS = [
     "seqused_q",
     "seqused_k",
     "block_table",
-    "prefix_lens",
-    "doc_ids_q",
-    "doc_ids_k",
-    "tree_mask",
     "block_map",
     "aux_tensors",
 ]

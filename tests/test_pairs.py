@@ -29,6 +29,15 @@ FACTORS: dict[str, tuple[Any, ...]] = {
         "attn_mask causal",
         "chunk",
         "chunk causal",
+        "prefix causal",
+        "prefix left causal",
+        "documents",
+        "documents causal",
+        "documents shuffled",
+        "tree",
+        "tree causal",
+        "prefix documents tree causal",
+        "prefix tree chunk causal",
     ),
     "bias": ("none", "full", "of heads", "of keys", "alibi", "alibi and full"),
     "softcap": (None, 2.5),
@@ -95,6 +104,21 @@ def test_pair(row: dict[str, Any]) -> None:
     check(row)
 
 
+def masks_of(kind: str, rows: int, keys: int, device: str) -> dict[str, Tensor]:
+    """Prefixes, documents and trees that a kind of mask names."""
+    found: dict[str, Tensor] = {}
+    if "prefix" in kind:
+        found["prefix_lens"] = torch.tensor([keys // 4, keys - 3]).to(device)
+    if "documents" in kind:
+        for name, length in (("doc_ids_q", rows), ("doc_ids_k", keys)):
+            ids = torch.randint(0, 4, (BATCH, length))
+            found[name] = (ids if "shuffled" in kind else ids.sort().values).to(device)
+    if "tree" in kind:
+        nodes = min(rows, keys) // 2
+        found["tree_mask"] = (torch.rand(BATCH, nodes, nodes) < 0.5).to(device)
+    return found
+
+
 def check(row: dict[str, Any], device: str = "cpu", longer: int = 1) -> None:
     """Compare a row with the oracle, at lengths `longer` times its own."""
     torch.manual_seed(3)
@@ -121,7 +145,9 @@ def check(row: dict[str, Any], device: str = "cpu", longer: int = 1) -> None:
         scores["sinks"] = normal(heads)
     options: dict[str, Any] = {
         "causal": "top_left" if row["mask"] == "top_left" else "causal" in row["mask"],
-        "window": {"window": (9, 4), "left": (7, None)}.get(row["mask"]),
+        "window": {"window": (9, 4), "left": (7, None)}.get(
+            row["mask"].removeprefix("prefix ").removesuffix(" causal")
+        ),
         "chunk": 11 if "chunk" in row["mask"] else None,
         "softcap": row["softcap"],
         "dropout_p": row["dropout"],
@@ -130,6 +156,7 @@ def check(row: dict[str, Any], device: str = "cpu", longer: int = 1) -> None:
     if "attn_mask" in row["mask"]:
         options["attn_mask"] = (torch.rand(BATCH, 1, rows, keys) < 0.7).to(device)
         options["attn_mask"][:, :, 2] = False
+    options |= masks_of(row["mask"], rows, keys, device)
     named = {"layout": row["layout"], "deterministic": row["deterministic"]}
     is_bshd = row["layout"] == "bshd"
 

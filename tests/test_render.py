@@ -50,10 +50,15 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_bias": ({"bias": True}, FWD),
     "fwd_alibi": ({"alibi": True}, FWD),
     "fwd_sinks": ({"sinks": True}, FWD),
+    "fwd_documents": ({"documents": True}, FWD),
+    "fwd_prefix": ({"causal": True, "prefix_lm": True}, FWD),
+    "fwd_tree": ({"causal": True, "tree_mask": True}, FWD),
     "bwd_base": ({}, BWD),
     "bwd_bias": ({"bias": True}, BWD),
     "bwd_alibi": ({"alibi": True}, BWD),
     "bwd_sinks": ({"sinks": True}, BWD),
+    "bwd_documents": ({"causal": True, "documents": True}, BWD),
+    "bwd_tree": ({"tree_mask": True}, BWD_ATOMIC),
     "bwd_atomic": ({}, BWD_ATOMIC),
     "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
     "fwd_hopper": ({"causal": True}, HopperFwdConfig(turns=True, q_buffers=2)),
@@ -118,6 +123,20 @@ TERMS_MATRIX = [
 ]  # fmt: skip
 
 
+MASKS_MATRIX = [
+    AttentionSpec(head_dim=64, **{**rest, **masks})
+    for masks, rest in itertools.product(
+        ({"documents": True}, {"prefix_lm": True, "causal": True}, {"tree_mask": True},
+         {"tree_mask": True, "documents": True},
+         {"prefix_lm": True, "documents": True, "tree_mask": True, "causal": True}),
+        ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}, {"chunk": 7},
+         {"attn_mask": True}, {"alibi": True, "bias": True}, {"dropout_p": 0.1, "softcap": 3.0},
+         {"sinks": True, "dtype": "float32"},
+         {"dtype": "float8_e4m3fn", "fp8_scale": "block"}),
+    )
+]  # fmt: skip
+
+
 HOPPER_MATRIX = [
     AttentionSpec(**dims, **mask, **cap)
     for dims, mask, cap in itertools.product(
@@ -138,7 +157,7 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
         hopper = [] if unserved_anywhere(spec) else hopper_variants(spec, "fwd")
         for config in (*structural_variants("fwd"), *hopper):
             yield spec, config
-    for spec in TERMS_MATRIX[::step]:
+    for spec in (*TERMS_MATRIX[::step], *MASKS_MATRIX[::step]):
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
             yield spec, config
     for spec in HOPPER_MATRIX[::step]:

@@ -16,6 +16,8 @@ from attngen.calls import transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
+from attngen.mask_rules import NAMES, made
+from attngen.masks import document_scratch
 from attngen.reference import alignment, scale_of
 from attngen.score_terms import SUM_KEYS
 from attngen.spec import DESCALES, AttentionSpec
@@ -50,7 +52,10 @@ class Case:
     v_t: Tensor | None = None
     """Scratch of the hopper lowering for these."""
     beside: dict[str, Tensor] = field(default_factory=dict)
-    """attn_mask, bias, alibi_slopes and sinks: those of the spec, as the oracle takes them."""
+    """attn_mask, bias, alibi_slopes, sinks, and the masks of structure: those of the spec, as the
+    oracle takes them."""
+    doc_tiles: Tensor | None = None
+    """Scratch of document masks."""
     dbias: Tensor | None = None
     slope_sums: Tensor | None = None
 
@@ -86,7 +91,10 @@ class Case:
         heads = (sizes.batch, sizes.num_heads_q)
         scores = (*heads, sizes.seqlen_q, sizes.seqlen_k)
         for name, tensor in self.beside.items():
-            named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
+            if name in NAMES:
+                named[name] = tensor
+            else:
+                named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
         if self.dbias is not None:
             named["dbias"] = self.dbias.expand(scores)
         if self.slope_sums is not None:
@@ -95,12 +103,13 @@ class Case:
 
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
+        documents = (self.doc_tiles,) if self.spec.documents else ()
         if config.direction == "fwd":
             made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
-            return self.q, self.k, self.v, self.out, self.lse, *made
+            return self.q, self.k, self.v, self.out, self.lse, *made, *documents
         scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
-        grads = (self.dq, self.dk, self.dv)
-        return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch
+        made = (self.dq, self.dk, self.dv, *scratch, *documents)
+        return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
 
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
@@ -177,7 +186,7 @@ def make(
             "dq": result(heads, rows, dim),
             "dk": result(heads_kv, keys, dim),
             "dv": result(heads_kv, keys, dim_v),
-            "rows": numbers(batch, heads, 2, _up(rows, _SCRATCH_ROWS)),
+            "rows": numbers(batch, heads, spec.row_numbers, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
     beside = beside_of(spec, workload, device, generator, shares_scores=shares_scores)
@@ -190,6 +199,9 @@ def make(
     if spec.is_fp8:
         rounded, descales = _quantized(spec, q, k, v)
         q, k, v = (narrowed(x, values) for x, values in zip((q, k, v), rounded, strict=True))
+    tiles = None
+    if spec.documents:
+        tiles = torch.empty(document_scratch(batch, rows, keys), dtype=torch.int64, device=device)
     return Case(
         spec,
         workload,
@@ -202,6 +214,7 @@ def make(
         descales=descales,
         v_t=transposed(v).make(v) if spec.is_fp8 else None,
         beside=beside,
+        doc_tiles=tiles,
         **named,
     )
 
@@ -215,27 +228,28 @@ def beside_of(
     shares_scores: bool = True,
 ) -> dict[str, Tensor]:
     """What a spec's calls bring beside q, k and v: a mask that keeps nine of ten keys, but none in
-    one row; a bias that hides one key; and what each head has of its own."""
+    one row; a bias that hides one key; what each head has of its own; and what `mask_rules.made`
+    gives."""
     heads = (sizes.batch, sizes.num_heads_q)
     scores = (*((1, 1) if shares_scores else heads), sizes.seqlen_q, sizes.seqlen_k)
 
     def normal(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.randn(shape, dtype=dtype, device=device, generator=generator)
 
-    made: dict[str, Tensor] = {}
+    found = made(spec, sizes, device)
     if spec.attn_mask:
         mask = torch.empty(scores, dtype=torch.bool, device=device)
-        made["attn_mask"] = mask.bernoulli_(0.9, generator=generator)
+        found["attn_mask"] = mask.bernoulli_(0.9, generator=generator)
         mask[:, :, 7:8] = False
     if spec.bias:
-        made["bias"] = normal(scores, getattr(torch, spec.dtype))
-        made["bias"][..., 7:8] = float("-inf")
+        found["bias"] = normal(scores, getattr(torch, spec.dtype))
+        found["bias"][..., 7:8] = float("-inf")
     if spec.alibi:
         nth = torch.arange(1.0, heads[1] + 1, device=device)
-        made["alibi_slopes"] = (2 ** (-8 / heads[1] * nth)).repeat(heads[0], 1)
+        found["alibi_slopes"] = (2 ** (-8 / heads[1] * nth)).repeat(heads[0], 1)
     if spec.sinks:
-        made["sinks"] = normal(heads, torch.float32)
-    return made
+        found["sinks"] = normal(heads, torch.float32)
+    return found
 
 
 def _quantized(spec: AttentionSpec, *inputs: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:
