@@ -133,7 +133,7 @@ def fits(name: str, option: str) -> bool:
     ],
 )
 def test_mask_with_option(name: str, option: str, deterministic: bool) -> None:
-    check(*qkv(), MASKS[name], deterministic=deterministic, **OPTIONS[option])
+    check(*qkv(heads=1), MASKS[name], deterministic=deterministic, **OPTIONS[option])
 
 
 @pytest.mark.parametrize("deterministic", [True, slow(False)])
@@ -208,8 +208,8 @@ def test_a_compiled_spec_does_the_same(name: str) -> None:
 SIZES = [(16, 64), (64, 16), (32, 32), (128, 16)]
 
 
-@pytest.mark.parametrize("dq", ["kernel", "atomic"])
-@pytest.mark.parametrize("tiles", ["pointer", "descriptor"])
+@pytest.mark.parametrize("dq", ["kernel", slow("atomic")])
+@pytest.mark.parametrize("tiles", ["pointer", slow("descriptor")])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_every_tile_size(sizes: tuple[int, int], tiles: Any, dq: Any) -> None:
     """One layout of documents after the other, at which tiles begin, end, or neither."""
@@ -227,8 +227,8 @@ def test_every_tile_size(sizes: tuple[int, int], tiles: Any, dq: Any) -> None:
         dq_num_warps=1,
         dq_num_stages=1,
     )
-    q, k, v = qkv(130, 130, heads=1)
-    masks = {"doc_ids_q": torch.stack([ids_of(64, 1, 31, 34), ids_of(2, 96, 32)])}
+    q, k, v = qkv(100, 100, heads=1)
+    masks = {"doc_ids_q": torch.stack([ids_of(64, 1, 31, 4), ids_of(2, 66, 32)])}
     with pinned({"fwd": fwd, "bwd": bwd}):
         check(q, k, v, masks)
         check(q, k, v, {**masks, **prefixes(70, 20)}, causal=True, window=(50, 0))
@@ -348,7 +348,7 @@ def test_rows_that_see_nothing(deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), slow(float("inf"), "inf")])
 @pytest.mark.parametrize("name", ["documents", "tree", "prefix"])
 def test_what_is_hidden_from_all_never_leaks(name: str, value: float, deterministic: bool) -> None:
     q, k, v = qkv(37, 53)
@@ -470,7 +470,7 @@ def test_gradients_under_compile(name: str) -> None:
     assert_close(got, want, atol=0)
 
 
-@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("shares", [False, slow(True)])
 @pytest.mark.parametrize("name", MASKS)
 def test_vmap(name: str, shares: bool) -> None:
     """Over masks of each sample's own, or with one for all."""
