@@ -269,6 +269,7 @@ def attend(
 
     acc is unnormalised, m_i is the row maximum of s * exp_scale, and l_i the sum of
     exp2(s * exp_scale - m_i). In PARTIAL tiles row i sees the keys 0 .. hi_i only.
+    ids are the documents of the rows: keys of others are hidden there, too.
 
     CAREFUL is for what the usual way gets wrong, and m_i is the maximum of s itself there: scores
     so large that the rounding of s * exp_scale shows in P, and NaN or inf in hidden keys, whose

@@ -324,7 +324,8 @@ def attn_fwd(
     l_i = tl.zeros([BLOCK_M], tl.float32)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
 
-    prefix = tl.minimum(tl.load(prefix_lens_ptr + batch), 2**30).to(tl.int32)
+    prefix = tl.load(prefix_lens_ptr + batch)
+    prefix = tl.maximum(tl.minimum(prefix, 2**30), 0).to(tl.int32)
     last_row = tl.minimum(start_m + BLOCK_M, seqlen_q) - 1
     lo, full_lo, full_hi, hi = visible_keys(
         start_m,
