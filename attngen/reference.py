@@ -37,7 +37,7 @@ def philox_keep(
     """
     shape = (batch + head + i + j).shape
     c = [x.expand(shape) & _LOW for x in (j // 4, i, head, batch)]
-    whole = int(seed)
+    whole = seed.reshape(()) if isinstance(seed, Tensor) else int(seed)
     k0, k1 = whole & _LOW, whole >> 32 & _LOW
     for _ in range(10):
         # int64 products wrap modulo 2^64, which leaves both 32-bit halves exact
