@@ -12,8 +12,10 @@ call without gradients goes straight on.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -51,7 +53,8 @@ def _fake_forward(
     batch, heads, seqlen_q, _ = q.shape
     dtype = torch.float32 if ints[0] else getattr(torch, parsed(text_key).out_dtype)
     out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
-    return [out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)]
+    shapes = [(batch, heads, seqlen_q), *calls.side_shapes(parsed(text_key).aux, q, k)]
+    return [out, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)]
 
 
 def _fake_backward(
@@ -170,8 +173,12 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.text_key, ctx.scalars, ctx.ints, q, k, v, *extra = inputs
-        ctx.save_for_backward(q, k, v, *output, *extra)
+        text_key, ctx.scalars, ctx.ints, q, k, v, *extra = inputs
+        ctx.full_key, ctx.text_key = text_key, _without_aux(text_key)
+        out, lse, *aux = output
+        ctx.save_for_backward(q, k, v, out, lse, *extra)
+        if aux:
+            ctx.mark_non_differentiable(*aux)
         if _may_have_tangents():
             ctx.save_for_forward(q, k, v, *extra)
         ctx.set_materialize_grads(False)
@@ -179,7 +186,7 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *extra = ctx.saved_tensors
-        dout, dlse = grads
+        dout, dlse, *_ = grads
         nothing = (None,) * (6 + len(extra))
         if dout is None and dlse is None:
             return nothing
@@ -201,7 +208,7 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         primals = [_primal(x) for x in (q, k, v)]
         arguments = (ctx.text_key, *primals, *moved[3:6], extra, ctx.scalars, ctx.ints)
         _, _, tout, tlse = torch.ops.attngen.jvp(*arguments)
-        return tout, tlse
+        return tout, tlse, *(None,) * len(parsed(ctx.full_key).aux)
 
 
 def _needs(text_key: str, needed: Sequence[bool]) -> list[bool]:
@@ -211,6 +218,13 @@ def _needs(text_key: str, needed: Sequence[bool]) -> list[bool]:
     spec = parsed(text_key)
     named = dict(zip(spec.tensor_args, needed, strict=True))
     return [named[name] for name in spec.gradient_args]
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_aux(text_key: str) -> str:
+    """The text key of what has gradients."""
+    spec = parsed(text_key)
+    return replace(spec, aux=()).text_key if spec.aux else text_key
 
 
 class AttngenDirect(AttngenAttention):
@@ -287,12 +301,12 @@ def _primal(x: Tensor) -> Tensor:
 
 
 def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    return torch._VF._make_dual(primal, tangent, level=0)  # type: ignore[attr-defined,no-any-return]  # untyped
+    return torch._VF._make_dual(primal, tangent, level=0)
 
 
 def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """Primal and tangent. Levels of torch do not nest: there is one, of number 0."""
-    return torch._VF._unpack_dual(x, level=0)  # type: ignore[attr-defined,no-any-return]  # untyped
+    return torch._VF._unpack_dual(x, level=0)
 
 
 @contextmanager
@@ -341,15 +355,15 @@ def _forward_with_tangents(
         raise NotImplementedError(
             f"attngen::fwd has no forward-mode derivative by {why}; {_USE_MATH}"
         )
-    if _needs_gradient(q, k, v, extra):  # out gets a gradient, too, but its tangent none
+    if _needs_gradient(q, k, v, extra):  # out gets a gradient, too
         return list(_apply(AttngenAttention, text_key, scalars, ints, q, k, v, *extra))
-    duals = (q, k, v)
-    moved = [_tangent(x) for x in duals]
-    results = torch.ops.attngen.jvp(
-        text_key, *(_primal(x) for x in duals), *moved, extra, scalars, ints
-    )
-    out, lse, tout, tlse = results
-    return [_dual(out, tout), _dual(lse, tlse)]
+    primals, moved = [_primal(x) for x in (q, k, v)], [_tangent(x) for x in (q, k, v)]
+    key = _without_aux(text_key)
+    out, lse, tout, tlse = torch.ops.attngen.jvp(key, *primals, *moved, extra, scalars, ints)
+    aux = []
+    if key != text_key:
+        _, _, *aux = torch.ops.attngen.fwd(text_key, *primals, extra, scalars, ints)
+    return [_dual(out, tout), _dual(lse, tlse), *aux]
 
 
 def _autograd_jvp(

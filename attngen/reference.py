@@ -256,6 +256,36 @@ def attention(
     return p @ v, lse
 
 
+def side_outputs(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    math_dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """What the spec's aux names: the largest score of each head, the column sums of P before
+    dropout, and the entropy of its rows."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks)
+    q, k = (x.detach().to(math_dtype) for x in (q, k))
+    rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
+    rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
+    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale_of(spec)
+    s = beside.added_to(_capped(spec, s), keys - rows)
+    seen = beside.seen(visible(spec, rows, keys))
+    p, _ = _softmax(s, seen, beside.sinks)
+    found = {
+        "max_logit": s.masked_fill(~seen, NEG_INF).amax((2, 3)),
+        "col_sum": p.sum(2),
+        "entropy": torch.special.entr(p).sum(3),
+    }
+    return {name: found[name] for name in spec.aux}
+
+
 def yardstick(
     spec: AttentionSpec,
     q: Tensor,

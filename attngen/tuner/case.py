@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.calls import transposed
+from attngen.calls import side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
@@ -53,6 +53,8 @@ class Case:
     """attn_mask, bias, alibi_slopes and sinks: those of the spec, as the oracle takes them."""
     dbias: Tensor | None = None
     slope_sums: Tensor | None = None
+    sides: tuple[Tensor, ...] = ()
+    """What the forward writes for the spec's side outputs."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -97,7 +99,7 @@ class Case:
         """The positional arguments of plan()."""
         if config.direction == "fwd":
             made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
-            return self.q, self.k, self.v, self.out, self.lse, *made
+            return self.q, self.k, self.v, self.out, self.lse, *self.sides, *made
         scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
         grads = (self.dq, self.dk, self.dv)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *grads, *scratch
@@ -105,7 +107,8 @@ class Case:
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
         if config.direction == "fwd":
-            return {"out": self.out, "lse": self.lse}
+            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides), strict=True)
+            return {"out": self.out, "lse": self.lse, **dict(sides)}
         named = {name: getattr(self, name) for name in ("dq", "dk", "dv")}
         if self.dbias is not None:
             named["dbias"] = self.dbias
@@ -116,7 +119,7 @@ class Case:
     def spoil(self, config: KernelConfig) -> None:
         """Fill what the kernel must write with NaN, so that stale results pass no check, and what
         it adds to with 0."""
-        written = [self.out, self.lse, self.v_t]
+        written = [self.out, self.lse, self.v_t, *self.sides]
         if config.direction == "bwd":
             written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
         for tensors, value in ((written, float("nan")), ([self.dbias, self.slope_sums], 0.0)):
@@ -202,6 +205,7 @@ def make(
         descales=descales,
         v_t=transposed(v).make(v) if spec.is_fp8 else None,
         beside=beside,
+        sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
         **named,
     )
 
