@@ -84,7 +84,9 @@ def default(
         raise UnsupportedSpecError(why)
     pays = descriptors_pay(spec, gpu) and not by_pointer
     tiles: Tiles = "descriptor" if pays else "pointer"
-    sizes = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
+    sizes = [(128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), (32, 32, 4, 1), (16, 16, 4, 1)]
+    if max(spec.head_dim, spec.head_dim_v) > 64:
+        sizes[:2] = [(128, 32, 8, 2)]  # larger key tiles spill: two accumulators, two score tiles
     if spec.dtype == "float32":
         sizes = [(32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1), (16, 16, 4, 1)]
     if gpu.is_interpreter:
