@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from attngen.dropout import seed_tensor
 from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.masks import check_mask_fields, check_masks, fields_of
-from attngen.spec import FP8_DTYPES, AttentionSpec
+from attngen.spec import AUX, FP8_DTYPES, AttentionSpec
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -85,9 +86,10 @@ class Attention:
         if spec.deterministic is None:
             spec = replace(spec, deterministic=torch.are_deterministic_algorithms_enabled())
         self.spec = spec
-        self._text_key = spec.text_key
-        self._eval_key = replace(spec, dropout_p=0.0).text_key
-        self._drop_key = replace(spec, dropout_p=0.5).text_key
+        bare = replace(spec, aux=()) if spec.aux else spec  # a call says which side outputs
+        self._text_key = bare.text_key
+        self._eval_key = replace(bare, dropout_p=0.0).text_key
+        self._drop_key = replace(bare, dropout_p=0.5).text_key
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
         self._masks = tuple(field for field in masks if getattr(spec, field))
@@ -142,8 +144,13 @@ class Attention:
             v: (batch, num_heads_kv, seqlen_k, head_dim_v).
             return_lse: also return lse, float32 (batch, num_heads_q, seqlen_q), the natural log of
                 the softmax denominator; differentiable.
-            return_aux: names of side outputs, returned as a dict; "lse" so far. Not together with
-                return_lse.
+            return_aux: names of side outputs, returned as a dict of float32 tensors, in either
+                layout: "lse"; "max_logit" (batch, num_heads_q), the largest score that a head's
+                queries see, after softcap and biases, -inf if there is none; "col_sum" (batch,
+                num_heads_q, seqlen_k), the sum of each key's P over the queries, before dropout;
+                "entropy" (batch, num_heads_q, seqlen_q), -sum P log P of each query over the keys
+                it sees, whose P a sink makes less than 1 in sum. Only lse is differentiable. Not
+                together with return_lse. Default: the spec's aux.
             attn_mask: bool, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k) in either
                 layout; True is a key that may be seen.
             bias: float16, bfloat16 or float32, broadcastable likewise; added to the scores, where
@@ -190,12 +197,17 @@ class Attention:
             refused = refuse_tensors(tensors, self.__call__, q)
             if refused is not None:
                 return _results(refused, refused, return_lse, return_aux)
+        if return_aux is _NONE and spec.aux:
+            return_aux = spec.aux
         if return_lse is not False or return_aux is not _NONE:
             check_results(return_lse, return_aux)
         p, key = spec.dropout_p, self._text_key
         if dropout_p is not None:
             p = probability("dropout_p", dropout_p)
             key = self._drop_key if _drops(p) else self._eval_key
+        aux = _NONE if return_aux is _NONE else tuple(return_aux)
+        if aux:
+            key = _key_with_aux(key, aux)
         if spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
@@ -218,7 +230,7 @@ class Attention:
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
-        out, lse = _run(
+        out, lse, *sides = _run(
             key,
             q,
             k,
@@ -239,7 +251,7 @@ class Attention:
         )
         if spec.layout == "bshd":
             out = out.transpose(1, 2)
-        return _results(out, lse, return_lse, return_aux)
+        return _results(out, lse, return_lse, aux, sides)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
         """Which record, config and lowering serve a call of these tensors, and why."""
@@ -367,7 +379,10 @@ def attention(
         _NONE if scores is None else tuple(scores),
         _NONE if masks is None else fields_of(masks),
     )
-    out, lse = _run(
+    aux = _NONE if return_aux is _NONE else tuple(return_aux)
+    if aux:
+        key = _key_with_aux(key, aux)
+    out, lse, *sides = _run(
         key,
         q,
         k,
@@ -388,7 +403,7 @@ def attention(
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
-    return _results(out, lse, return_lse, return_aux)
+    return _results(out, lse, return_lse, aux, sides)
 
 
 def sdpa(
@@ -509,6 +524,19 @@ def _text_key(*traits: Any) -> str:
 torch.compiler.assume_constant_result(_text_key)
 
 
+def _key_with_aux(key: str, aux: tuple[str, ...]) -> str:
+    """A text key that asks for side outputs, too."""
+    return _cached_key_with_aux(key, aux)
+
+
+torch.compiler.assume_constant_result(_key_with_aux)
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_key_with_aux(key: str, aux: tuple[str, ...]) -> str:
+    return replace(AttentionSpec.parse(key), aux=aux).text_key
+
+
 @functools.lru_cache(maxsize=4096, typed=True)  # causal=0 is not causal=False: the spec refuses it
 def _cached_text_key(
     head_dim: int,
@@ -543,7 +571,7 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
-        **dict.fromkeys((*scores, *masks), True),
+        **dict.fromkeys((*scores, *masks), True),  # type: ignore[arg-type]  # names of bool fields
     )
     return spec.text_key
 
@@ -567,7 +595,7 @@ def _run(
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Sequence[Tensor]:
     """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
     compiling = torch.compiler.is_compiling()
     if dropout_seed is not None:
@@ -625,14 +653,12 @@ def _run(
         extra += masks.values()
     extra += descales
     if compiling:
-        out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)
-        return out, lse
+        return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     try:
-        out, lse = ops.forward(key, q, k, v, extra, scalars, ints)
+        return ops.forward(key, q, k, v, extra, scalars, ints)
     except RuntimeError:  # a sparse tensor of a shape that passed before has no strides
         check_kinds({"q": q, "k": k, "v": v})
         raise
-    return out, lse
 
 
 def _scaled(q: Tensor, softmax_scale: float) -> tuple[Tensor, float]:
@@ -648,10 +674,22 @@ def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
     return seed.reshape(1) if isinstance(seed, Tensor) else seed_tensor(seed, q.device)
 
 
-def _results(out: Tensor, lse: Tensor, return_lse: bool, return_aux: tuple[str, ...]) -> Any:
+def _results(
+    out: Tensor,
+    lse: Tensor,
+    return_lse: bool,
+    return_aux: tuple[str, ...],
+    sides: Sequence[Tensor] = (),
+) -> Any:
     if return_aux:
-        return out, {"lse": lse}
+        found = {"lse": lse, **dict(zip(_in_order(return_aux), sides, strict=False))}
+        return out, {name: found.get(name, lse) for name in return_aux}
     return (out, lse) if return_lse else out
+
+
+def _in_order(aux: tuple[str, ...]) -> list[str]:
+    """Side outputs in the order of the op's results."""
+    return [name for name in AUX if name in aux]
 
 
 def _drops(p: float) -> bool:

@@ -56,6 +56,8 @@ class _Call(NamedTuple):
     device: int | None
     memory: list[Memory]
     """Of the results, then of the scratch."""
+    aux: tuple[str, ...] = ()
+    """Side outputs that follow out and lse."""
     places: AttentionSpec | None = None
     """Set if `extra` must be placed first, as kernels take it: the spec."""
 
@@ -98,7 +100,7 @@ def forward(
     scalars: Sequence[float],
     ints: Sequence[int],
 ) -> list[Tensor]:
-    """[out, lse] of `attngen::fwd`."""
+    """[out, lse] of `attngen::fwd`, and the side outputs of its spec."""
     inputs: Tensors = (q, k, v)
     at = _layout(text_key, (*inputs, *extra), scalars, ints)
     call = _CALLS.get(at)
@@ -108,14 +110,20 @@ def forward(
         out = _bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
         lse = _float32(batch, heads, seqlen_q)
         if q.numel() == 0 or v.numel() == 0:
-            return [out.make(q).zero_(), lse.make(q).fill_(float("-inf"))]
+            return [
+                out.make(q).zero_(),
+                lse.make(q).fill_(float("-inf")),
+                *no_side_outputs(spec.aux, q, k),
+            ]
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
         also = at if _are_same(inputs, (q, k, v)) else None
         extra = placed(spec, extra, q, k)
-        call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, [out, lse], also)
+        results = [out, lse, *side_memory(spec.aux, q, k)]
+        call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, results, also)
     elif call.places is not None:
         extra = placed(call.places, extra, q, k)
-    return _launch(call, inputs, extra)[:2]
+    made = _launch(call, inputs, extra)
+    return [*made[:2], *side_outputs(call.aux, made[2:])] if call.aux else made[:2]
 
 
 def backward(
@@ -274,6 +282,34 @@ def _is_off(*tensors: Tensor | None) -> bool:
     return bits % 16 != 0
 
 
+def side_memory(aux: tuple[str, ...], q: Tensor, k: Tensor) -> list[Memory]:
+    """What kernels write for side outputs; of max_logit, the largest score of each row."""
+    batch, heads, rows, _ = q.shape
+    return [_float32(batch, heads, k.shape[2] if name == "col_sum" else rows) for name in aux]
+
+
+def side_outputs(aux: tuple[str, ...], made: Sequence[Tensor]) -> list[Tensor]:
+    """The side outputs, from what kernels wrote."""
+    pairs = zip(aux, made[: len(aux)], strict=True)
+    return [x.amax(2) if name == "max_logit" else x for name, x in pairs]
+
+
+def no_side_outputs(aux: tuple[str, ...], q: Tensor, k: Tensor) -> list[Tensor]:
+    """Those of a call in which nothing is seen."""
+    fresh = [q.new_zeros(shape, dtype=torch.float32) for shape in side_shapes(aux, q, k)]
+    return [
+        x.fill_(float("-inf")) if name == "max_logit" else x
+        for name, x in zip(aux, fresh, strict=True)
+    ]
+
+
+def side_shapes(aux: tuple[str, ...], q: Tensor, k: Tensor) -> list[tuple[int, ...]]:
+    """Shapes of the side outputs."""
+    batch, heads, rows, _ = q.shape
+    last = {"max_logit": (), "col_sum": (k.shape[2],), "entropy": (rows,)}
+    return [(batch, heads, *last[name]) for name in aux]
+
+
 def _bshd(rows_of: Tensor, dim: int, dtype: torch.dtype) -> Memory:
     batch, heads, rows, _ = rows_of.shape
     return Memory((batch, heads, rows, dim), bshd_strides(heads, rows, dim), dtype)
@@ -343,7 +379,7 @@ def _settled(
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args) + buffers
     run = kernel.prepared(numbers, keywords)
-    call = _Call(run, device, memory)
+    call = _Call(run, device, memory, spec.aux if direction == "fwd" else ())
     if not captured:
         _remember(at, call, resets)
         if also is not None and also != at:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError, nearest
-from attngen.spec import DESCALES, FIELDS, FP8_DTYPES, SCALE_ROWS, AttentionSpec
+from attngen.spec import AUX, DESCALES, FIELDS, FP8_DTYPES, SCALE_ROWS, AttentionSpec
 from attngen.values import MAX_POSITION, flag, shown, whole
 
 # Tensor arguments that act on scores, in the order of the op's `extra`, and their spec fields.
@@ -36,7 +36,7 @@ _TENSOR_FIELD = {
 }
 
 
-_AUX = ("lse", "max_logit", "col_sum", "entropy")
+_AUX = ("lse", *AUX)
 
 
 def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any], q: Tensor) -> Tensor | None:
@@ -85,8 +85,6 @@ def check_results(return_lse: Any, return_aux: Any) -> None:
         if not isinstance(name, str) or name not in _AUX:
             hint = nearest(name, _AUX) if isinstance(name, str) else ""
             raise SpecError(f"return_aux must name {', '.join(_AUX)}, got {shown(name)}{hint}")
-        if name != "lse":
-            raise UnsupportedSpecError([f"return_aux={name!r} is not built yet"])
     if return_lse and return_aux:
         raise SpecError(
             f"return_lse=True and return_aux={tuple(return_aux)!r} exclude each other; aux has the "

@@ -143,6 +143,7 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         for name in ("attn_mask", "bias", "alibi", "prefix_lm", "documents", "tree_mask")
         if getattr(spec, name)
     ]
+    why += [f"lowering=hopper has no side output {name}" for name in spec.aux]
     for name, parts in (("head_dim", spec.qk_parts), ("head_dim_v", spec.v_parts)):
         dim, width = getattr(spec, name), sum(part.width for part in parts)
         if spec.is_fp8:

@@ -48,6 +48,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("alibi", spec.alibi),
             ("sinks", spec.sinks),
             ("dropout", spec.has_dropout),
+            ("_".join(text_spec.aux), text_spec.aux),
         )
         if on
     ]

@@ -12,7 +12,10 @@ call without gradients goes straight on.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,17 +23,14 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from attngen import calls, transforms
+from attngen import calls, recompute, tangents, transforms
 from attngen.checks import check_gradient_dtypes, is_cast
 from attngen.errors import UnsupportedSpecError
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
 
 _USE_MATH = "compute it with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
-_NO_SECOND = (
-    f"attngen::bwd cannot be differentiated (a second derivative of attention); {_USE_MATH}"
-)
-_NO_TANGENTS = f"attngen::fwd has no forward-mode derivative; {_USE_MATH}"
+_NO_FP8 = f"second derivatives of FP8 inputs are not built; dequantise them, or {_USE_MATH}"
 _LIBRARY = torch.library.Library("attngen", "DEF")
 _LIBRARY.define(
     "fwd(str spec, Tensor q, Tensor k, Tensor v, Tensor?[] extra, float[] scalars, SymInt[] ints)"
@@ -39,6 +39,10 @@ _LIBRARY.define(
 _LIBRARY.define(
     "bwd(str spec, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? dout,"
     " Tensor? dlse, Tensor?[] extra, float[] scalars, SymInt[] ints, bool[] needs=[]) -> Tensor[]"
+)
+_LIBRARY.define(
+    "jvp(str spec, Tensor q, Tensor k, Tensor v, Tensor? tq, Tensor? tk, Tensor? tv,"
+    " Tensor?[] extra, float[] scalars, SymInt[] ints) -> Tensor[]"
 )
 _LIBRARY.define("refuse(str[] reasons, Tensor q) -> Tensor")
 
@@ -49,7 +53,8 @@ def _fake_forward(
     batch, heads, seqlen_q, _ = q.shape
     dtype = torch.float32 if ints[0] else getattr(torch, parsed(text_key).out_dtype)
     out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
-    return [out, q.new_empty((batch, heads, seqlen_q), dtype=torch.float32)]
+    shapes = [(batch, heads, seqlen_q), *calls.side_shapes(parsed(text_key).aux, q, k)]
+    return [out, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)]
 
 
 def _fake_backward(
@@ -78,6 +83,15 @@ def _fake_backward(
     return found
 
 
+def _fake_tangents(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, tq: Any, tk: Any, tv: Any, *rest: Any
+) -> list[Tensor]:
+    return [
+        *_fake_forward(text_key, q, k, v, *rest),
+        *_fake_forward(text_key, q, k, v, *rest),
+    ]
+
+
 def forward(
     text_key: str,
     q: Tensor,
@@ -96,7 +110,8 @@ def forward(
         q.device.type
     ):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
-    _refuse_unsupported_derivatives(q, k, v, *extra)
+    if _have_tangents(q, k, v, *extra):
+        return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]  # torch types none of it
@@ -153,25 +168,32 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
     def forward(
         text_key: str, scalars: Any, ints: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Any
     ) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
+        with _below():
             return tuple(torch.ops.attngen.fwd(text_key, q, k, v, list(extra), scalars, ints))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.text_key, ctx.scalars, ctx.ints, q, k, v, *extra = inputs
-        ctx.save_for_backward(q, k, v, *output, *extra)
+        text_key, ctx.scalars, ctx.ints, q, k, v, *extra = inputs
+        ctx.full_key, ctx.text_key = text_key, _without_aux(text_key)
+        out, lse, *aux = output
+        ctx.save_for_backward(q, k, v, out, lse, *extra)
+        if aux:
+            ctx.mark_non_differentiable(*aux)
+        if _may_have_tangents():
+            ctx.save_for_forward(q, k, v, *extra)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         q, k, v, out, lse, *extra = ctx.saved_tensors
-        dout, dlse = grads
+        dout, dlse, *_ = grads
         nothing = (None,) * (6 + len(extra))
         if dout is None and dlse is None:
             return nothing
         tensors = (q, k, v, out, lse, dout, dlse)
         plain = _is_plain(*tensors) and _have_plain_types(extra)
         direct = plain and not torch.is_grad_enabled() and not _is_batched(*grads)
+        direct = direct and not _have_tangents(*tensors)
         bwd: Any = calls.backward if direct else torch.ops.attngen.bwd
         needed, needs = ctx.needs_input_grad[3:6], _needs(ctx.text_key, ctx.needs_input_grad[6:])
         arguments = (ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
@@ -179,6 +201,14 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         found = (g if need else None for g, need in zip((dq, dk, dv), needed, strict=True))
         others = [more.pop(0) if need else None for need in ctx.needs_input_grad[6:]]
         return (None, None, None, *found, *others)
+
+    @staticmethod
+    def jvp(ctx: Any, *moved: Any) -> tuple[Tensor, ...]:
+        q, k, v, *extra = ctx.saved_tensors
+        primals = [_primal(x) for x in (q, k, v)]
+        arguments = (ctx.text_key, *primals, *moved[3:6], extra, ctx.scalars, ctx.ints)
+        _, _, tout, tlse = torch.ops.attngen.jvp(*arguments)
+        return tout, tlse, *(None,) * len(parsed(ctx.full_key).aux)
 
 
 def _needs(text_key: str, needed: Sequence[bool]) -> list[bool]:
@@ -188,6 +218,13 @@ def _needs(text_key: str, needed: Sequence[bool]) -> list[bool]:
     spec = parsed(text_key)
     named = dict(zip(spec.tensor_args, needed, strict=True))
     return [named[name] for name in spec.gradient_args]
+
+
+@functools.lru_cache(maxsize=1024)
+def _without_aux(text_key: str) -> str:
+    """The text key of what has gradients."""
+    spec = parsed(text_key)
+    return replace(spec, aux=()).text_key if spec.aux else text_key
 
 
 class AttngenDirect(AttngenAttention):
@@ -200,34 +237,89 @@ class AttngenDirect(AttngenAttention):
         return tuple(calls.forward(text_key, q, k, v, extra, scalars, ints))
 
 
-class _Once(torch.autograd.function._SingleLevelFunction):
-    """`attngen::bwd` under autograd: computes, and refuses to be differentiated again."""
+class _Again(torch.autograd.function._SingleLevelFunction):
+    """An op whose results are derivatives, under autograd: computed by kernels, and if they are
+    differentiated again, by `recompute`."""
 
     _compiled_autograd_key = _COMPILED_KEY
 
     @staticmethod
-    def forward(ctx: Any, arguments: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return tuple(torch.ops.attngen.bwd(*arguments))
+    def forward(run: Any, recomputed: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
+        with _below():
+            return tuple(run(*tensors))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, ctx.recomputed, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        raise NotImplementedError(_NO_SECOND)
+        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
+        is_further = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # Copies: one tensor may stand in several places.
+            own = [x if x is None else x.view_as(x) for x in tensors]
+            wanted = [x for x, need in zip(own, needed, strict=True) if need and x is not None]
+            pairs = zip(ctx.recomputed(*own), grads, strict=True)
+            given = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
+            found: list[Tensor | None] = [None] * len(wanted)
+            if given and wanted:
+                found = list(
+                    torch.autograd.grad(
+                        [y for y, _ in given],
+                        wanted,
+                        [g for _, g in given],
+                        allow_unused=True,
+                        create_graph=is_further,
+                    )
+                )
+        return (None, None, *(found.pop(0) if need else None for need in needed))
 
 
-def _refuse_unsupported_derivatives(*tensors: Tensor | None) -> None:
-    """Forward-mode and second derivatives are not built: an error, never a silent zero."""
-    if torch._C._are_functorch_transforms_active():
-        kind = torch._C._functorch.TransformType
-        levels = [level.key() for level in torch._C._functorch.get_interpreter_stack() or ()]
-        if kind.Jvp in levels:
-            raise NotImplementedError(f"torch.func.jvp: {_NO_TANGENTS}")
-        if levels.count(kind.Grad) > 1:
-            raise NotImplementedError(f"nested torch.func.grad or vjp: {_NO_SECOND}")
-    if forward_ad._current_level >= 0 and any(
-        x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors
-    ):
-        raise NotImplementedError(f"dual tensors: {_NO_TANGENTS}")
+def _may_have_tangents() -> bool:
+    """Is a level of forward-mode derivatives open? A graph of torch.compile opens one unseen."""
+    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
+
+
+def _tangent(x: Tensor | None) -> Tensor | None:
+    """The tangent of a dual tensor, if it is one and that is not a symbolic zero."""
+    if x is None or not _may_have_tangents():
+        return None
+    _, tangent = _unpacked(x)
+    return None if tangent is None or tangent._is_zerotensor() else tangent
+
+
+def _have_tangents(*tensors: Tensor | None) -> bool:
+    """Is any a dual tensor?"""
+    return _may_have_tangents() and any(_tangent(x) is not None for x in tensors)
+
+
+def _primal(x: Tensor) -> Tensor:
+    return _unpacked(x)[0]
+
+
+def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
+    return torch._VF._make_dual(primal, tangent, level=0)
+
+
+def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Primal and tangent. Levels of torch do not nest: there is one, of number 0."""
+    return torch._VF._unpack_dual(x, level=0)
+
+
+@contextmanager
+def _below() -> Iterator[None]:
+    """Dispatch below autograd. A Function switches derivatives off for its forward: the further
+    levels of torch.func, which are below, need them."""
+    if not torch._C._are_functorch_transforms_active():
+        with torch._C._AutoDispatchBelowAutograd():
+            yield
+        return
+    on = torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True)
+    with on[0], on[1], torch._C._AutoDispatchBelowAutograd():
+        yield
 
 
 def _apply(function: Any, *arguments: Any) -> Any:
@@ -240,7 +332,8 @@ def _apply(function: Any, *arguments: Any) -> Any:
 def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
-    _refuse_unsupported_derivatives(q, k, v, *extra)
+    if _have_tangents(q, k, v, *extra):
+        return _forward_with_tangents(text_key, q, k, v, extra, scalars, ints)
     direct = _is_plain(q, k, v) and _have_plain_types(extra)
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
@@ -252,14 +345,90 @@ def _autograd_forward(
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
 
 
-def _autograd_backward(*arguments: Any) -> Any:
-    tensors = [x for x in arguments[1:8] if x is not None]
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return list(_apply(_Once, arguments, *tensors))
-    if _is_plain(*tensors):
-        return calls.backward(*arguments)
+def _forward_with_tangents(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
+) -> Any:
+    """out and lse as dual tensors, of one kernel."""
+    if _have_tangents(*extra):
+        names = zip(parsed(text_key).tensor_args, extra, strict=True)
+        why = ", ".join(name for name, x in names if _tangent(x) is not None)
+        raise NotImplementedError(
+            f"attngen::fwd has no forward-mode derivative by {why}; {_USE_MATH}"
+        )
+    if _needs_gradient(q, k, v, extra):  # out gets a gradient, too
+        return list(_apply(AttngenAttention, text_key, scalars, ints, q, k, v, *extra))
+    primals, moved = [_primal(x) for x in (q, k, v)], [_tangent(x) for x in (q, k, v)]
+    key = _without_aux(text_key)
+    out, lse, tout, tlse = torch.ops.attngen.jvp(key, *primals, *moved, extra, scalars, ints)
+    aux = []
+    if key != text_key:
+        _, _, *aux = torch.ops.attngen.fwd(text_key, *primals, extra, scalars, ints)
+    return [_dual(out, tout), _dual(lse, tlse), *aux]
+
+
+def _autograd_jvp(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    extra: Sequence[Tensor | None],
+    scalars: Any,
+    ints: Any,
+) -> Any:
+    def run(*tensors: Tensor | None) -> Any:
+        return torch.ops.attngen.jvp(text_key, *tensors[:6], list(tensors[6:]), scalars, ints)
+
+    def recomputed(*tensors: Any) -> list[Tensor]:
+        return recompute.tangents(text_key, *tensors[:6], tensors[6:], scalars, ints)
+
+    return _differentiable(text_key, run, recomputed, (q, k, v, tq, tk, tv, *extra))
+
+
+def _autograd_backward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    extra: Sequence[Tensor | None],
+    scalars: Any,
+    ints: Any,
+    needs: Sequence[bool] = (),
+) -> Any:
+    def run(*tensors: Tensor | None) -> Any:
+        lists = (list(tensors[5:]), scalars, ints)
+        inputs = (*tensors[:3], out, lse, *tensors[3:5])
+        return torch.ops.attngen.bwd(text_key, *inputs, *lists, *([needs] if needs else []))
+
+    def recomputed(*tensors: Any) -> list[Tensor]:
+        q, k, v, dout, dlse, *others = tensors
+        inputs = (q, k, v, dout, dlse, others)
+        return recompute.gradients(text_key, *inputs, scalars, ints, needs)
+
+    return _differentiable(text_key, run, recomputed, (q, k, v, dout, dlse, *extra))
+
+
+def _differentiable(
+    text_key: str, run: Any, recomputed: Any, tensors: Sequence[Tensor | None]
+) -> Any:
+    """The results of an op whose results are derivatives; out and lse count as made of q, k and
+    v."""
+    moves = _have_tangents(*tensors)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+    if (moves or learns) and parsed(text_key).is_fp8:
+        raise NotImplementedError(_NO_FP8)
+    if moves:
+        return recomputed(*tensors)
+    if learns:
+        return list(_apply(_Again, run, recomputed, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.attngen.bwd(*arguments)
+        return run(*tensors)
 
 
 def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
@@ -282,10 +451,12 @@ def _refuse(reasons: Sequence[str], q: Tensor) -> Tensor:
 
 def _register() -> None:
     for key in ("CUDA", "CPU"):
+        _LIBRARY.impl("jvp", tangents.forward, key)
         _LIBRARY.impl("fwd", calls.forward, key)
         _LIBRARY.impl("bwd", calls.backward, key)
     _LIBRARY.impl("fwd", _autograd_forward, "Autograd")
     _LIBRARY.impl("bwd", _autograd_backward, "Autograd")
+    _LIBRARY.impl("jvp", _autograd_jvp, "Autograd")
     for device_type in ("cuda", "cpu"):
         name = f"Autocast{device_type.upper()}"
         key = getattr(torch._C.DispatchKey, name)
@@ -296,6 +467,7 @@ def _register() -> None:
     )
     torch.library.register_fake("attngen::fwd", _fake_forward, lib=_LIBRARY)
     torch.library.register_fake("attngen::bwd", _fake_backward, lib=_LIBRARY)
+    torch.library.register_fake("attngen::jvp", _fake_tangents, lib=_LIBRARY)
     transforms.register(_LIBRARY)
 
 

@@ -38,7 +38,7 @@ def philox_keep(
     """
     shape = (batch + head + i + j).shape
     c = [x.expand(shape) & _LOW for x in (j // 4, i, head, batch)]
-    whole = int(seed)
+    whole = seed.reshape(()) if isinstance(seed, Tensor) else int(seed)
     k0, k1 = whole & _LOW, whole >> 32 & _LOW
     for _ in range(10):
         # int64 products wrap modulo 2^64, which leaves both 32-bit halves exact
@@ -275,6 +275,36 @@ def attention(
     if dirty:
         return (p[..., None] * torch.where(seen[..., None], v[:, :, None], 0.0)).sum(3), lse
     return p @ v, lse
+
+
+def side_outputs(
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    math_dtype: torch.dtype = torch.float64,
+) -> dict[str, Tensor]:
+    """What the spec's aux names: the largest score of each head, the column sums of P before
+    dropout, and the entropy of its rows."""
+    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks)
+    q, k = (x.detach().to(math_dtype) for x in (q, k))
+    rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
+    rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
+    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale_of(spec)
+    s = beside.added_to(_capped(spec, s), keys - rows)
+    seen = beside.seen(visible(spec, rows, keys))
+    p, _ = _softmax(s, seen, beside.sinks)
+    found = {
+        "max_logit": s.masked_fill(~seen, NEG_INF).amax((2, 3)),
+        "col_sum": p.sum(2),
+        "entropy": torch.special.entr(p).sum(3),
+    }
+    return {name: found[name] for name in spec.aux}
 
 
 def yardstick(

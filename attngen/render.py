@@ -83,8 +83,9 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
     traits += ["dropout"] if spec.has_dropout else []
+    traits += ["side outputs"] if spec.aux else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
-    what = "forward" if direction_of(config) == "fwd" else "backward"
+    what = {"fwd": "forward", "bwd": "backward", "jvp": "with tangents"}[direction_of(config)]
     return f"Attention {what}: {', '.join(traits)}."
 
 

@@ -38,6 +38,8 @@ SCALE_ROWS = 128
 """Rows that share a scale with fp8_scale="block"."""
 DESCALES = ("q_descale", "k_descale", "v_descale")
 GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
+AUX = ("max_logit", "col_sum", "entropy")
+"""Side outputs that kernels write beside lse, in the order of the op's results."""
 
 # Fields of the public spec whose kernels are not built yet, with what each would bring.
 _NOT_BUILT = {
@@ -97,6 +99,8 @@ class AttentionSpec:
             None: `torch.are_deterministic_algorithms_enabled()` at `attngen.compile`.
         batch_invariant: one config for all sizes, so that a row's bits do not depend on what else
             is in the batch.
+        aux: side outputs of the forward: "max_logit", "col_sum", "entropy". A call's return_aux
+            says which, and is these where it is left out.
 
     The remaining fields are part of the public API, but their kernels are not built yet: turning
     one on raises UnsupportedSpecError.
@@ -131,6 +135,7 @@ class AttentionSpec:
     precision: str = "ieee"
     deterministic: bool | None = None
     batch_invariant: bool = False
+    aux: tuple[str, ...] = ()
 
     def __new__(cls, *args: Any, **named: Any) -> AttentionSpec:
         if args:
@@ -162,6 +167,7 @@ class AttentionSpec:
             put("softmax_scale", scale_number("softmax_scale", self.softmax_scale))
         if self.softcap is not None:
             put("softcap", cap_number(self.softcap, self.softmax_scale))
+        put("aux", _side_outputs(self.aux))
         _validate(self)
         reasons = [
             f"{name} ({what}) is not built yet"
@@ -176,6 +182,14 @@ class AttentionSpec:
                 for name, is_on in named.items()
                 if is_on
             ]
+        if self.is_fp8 and "col_sum" in self.aux:
+            reasons.append(
+                "aux=col_sum with FP8 inputs is not built yet; dequantise them and use bfloat16"
+            )
+        if self.has_masks and "col_sum" in self.aux:
+            reasons.append(
+                "aux=col_sum under prefix_lm, documents or tree_mask is not built yet; use attn_mask"
+            )
         if self.layout == "thd":
             reasons.append('layout="thd" (packed sequences) is not built yet')
         if reasons:
@@ -293,8 +307,11 @@ class AttentionSpec:
         return replace(self, dtype="bfloat16", fp8_scale=None) if self.is_fp8 else self
 
     def served_as(self, direction: Direction) -> AttentionSpec:
-        """The spec whose kernels serve a direction: a backward takes FP8 inputs dequantised."""
-        return self if direction == "fwd" else self.dequantized
+        """The spec whose kernels serve a direction: a backward takes FP8 inputs dequantised, and
+        has no side outputs."""
+        if direction == "fwd":
+            return self
+        return replace(self.dequantized, aux=()) if self.aux else self.dequantized
 
     @property
     def out_dtype(self) -> str:
@@ -394,7 +411,7 @@ class AttentionSpec:
     @property
     def outputs(self) -> tuple[str, ...]:
         """Names of the op's results, in order."""
-        return ("out", "lse")
+        return ("out", "lse", *self.aux)
 
     @property
     def text(self) -> AttentionSpec:
@@ -476,6 +493,19 @@ class AttentionSpec:
 
 
 FIELDS = {f.name: f for f in fields(AttentionSpec)}
+
+
+def _side_outputs(names: Any) -> tuple[str, ...]:
+    """Names of side outputs in their one order, without "lse", which is always there."""
+    if isinstance(names, str):
+        names = names.split(":")
+    if not isinstance(names, (tuple, list)):
+        raise SpecError(f'aux must be a tuple of names, got {shown(names)}; write ("entropy",)')
+    for name in names:
+        if not isinstance(name, str) or name not in (*AUX, "lse"):
+            hint = nearest(name, AUX) if isinstance(name, str) else ""
+            raise SpecError(f"aux must name {', '.join(AUX)}, got {shown(name)}{hint}")
+    return tuple(name for name in AUX if name in names)
 
 
 class _PositionalError(SpecError, TypeError):
@@ -571,6 +601,8 @@ def _format(spec: AttentionSpec, *, forget: bool = False) -> str:
         if name == "window":
             sides = ["none" if w is None else "any" if forget else str(w) for w in value]
             text = ":".join(sides)
+        elif name == "aux":
+            text = ":".join(value)
         elif forget and name in _FORGOTTEN:
             text = "any"
         elif isinstance(value, bool):

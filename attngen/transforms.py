@@ -20,8 +20,10 @@ def register(library: torch.library.Library) -> None:
     """Register the rules of `attngen::fwd` and `attngen::bwd`."""
     torch.library.register_vmap("attngen::fwd", _vmap_forward, lib=library)
     torch.library.register_vmap("attngen::bwd", _vmap_backward, lib=library)
+    torch.library.register_vmap("attngen::jvp", _vmap_tangents, lib=library)
     register_flop_formula(torch.ops.attngen.fwd)(_flops_forward)
     register_flop_formula(torch.ops.attngen.bwd)(_flops_backward)
+    register_flop_formula(torch.ops.attngen.jvp)(_flops_tangents)
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
@@ -70,6 +72,18 @@ def _vmap_backward(info: Any, in_dims: Any, text_key: Any, *arguments: Any) -> A
             grad = results[n]
             results[n] = grad.sum(1, keepdim=True, dtype=torch.float32).to(grad.dtype)
     return results, [0] * len(results)
+
+
+def _vmap_tangents(info: Any, in_dims: Any, text_key: Any, *arguments: Any) -> Any:
+    tensors, (extra, scalars, ints) = arguments[:6], arguments[6:]
+    folded = [
+        None if x is None else _fold(x, d, info.batch_size)
+        for x, d in zip(tensors, in_dims[1:7], strict=True)
+    ]
+    batch = _sample(tensors[0], in_dims[1]).shape[0]
+    extra = _fold_extra(text_key, extra, in_dims[7], info.batch_size, batch)
+    results = torch.ops.attngen.jvp(text_key, *folded, extra, scalars, ints)
+    return [r.unflatten(0, (info.batch_size, -1)) for r in results], [0] * len(results)
 
 
 def _sample(x: Tensor, dim: int | None) -> Tensor:
@@ -126,3 +140,14 @@ def _flops_backward(text_key: str, q: Any, k: Any, v: Any, *rest: Any, **more: A
     """5 products: S and dK, dQ with head_dim columns, dP and dV with head_dim_v."""
     batch, heads, seqlen_q, dim = q
     return int(2 * batch * heads * seqlen_q * k[2] * (3 * dim + 2 * v[3]))
+
+
+def _flops_tangents(
+    text_key: str, q: Any, k: Any, v: Any, tq: Any, tk: Any, tv: Any, *rest: Any, **more: Any
+) -> int:
+    """Those of the forward; with each of tq and tk one product of head_dim columns, with either
+    one of head_dim_v, and with tv another."""
+    batch, heads, seqlen_q, dim = q
+    columns = dim * (1 + (tq is not None) + (tk is not None))
+    columns += v[3] * (1 + (tq is not None or tk is not None) + (tv is not None))
+    return int(2 * batch * heads * seqlen_q * k[2] * columns)

@@ -13,8 +13,9 @@ from attngen.errors import SpecError, nearest
 from attngen.spec import AttentionSpec
 from attngen.values import shown, whole
 
-Direction = Literal["fwd", "bwd"]
+Direction = Literal["fwd", "bwd", "jvp"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
+"""Those that are tuned: "jvp", the forward with tangents, runs by default configs."""
 
 
 @dataclass(frozen=True)

@@ -100,12 +100,6 @@ BAD_TENSORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str, str]] =
         "got -2",
     ),
     "aux-unknown": (_call(return_aux=("max",)), attngen.SpecError, "'max'", "lse, max_logit"),
-    "aux-not-built": (
-        _call(return_aux=("entropy",)),
-        attngen.UnsupportedSpecError,
-        "entropy",
-        "not built yet",
-    ),
 }
 
 

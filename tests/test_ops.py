@@ -326,13 +326,6 @@ def test_gradient_for_q_alone() -> None:
     assert k.grad is None and v.grad is None
 
 
-def test_second_derivative_is_a_clear_error() -> None:
-    q, k, v = make_qkv(seqlen_q=16, dim=32)
-    (dq,) = torch.autograd.grad(attngen.attention(q, k, v).sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match="cannot be differentiated .* SDPBackend.MATH"):
-        dq.norm().backward()
-
-
 def test_no_grad_and_inference_mode_save_nothing() -> None:
     q, k, v = make_qkv()
     want = attngen.attention(q, k, v)
@@ -737,36 +730,6 @@ def test_int_seeds_are_symbolic_under_dynamic_compile() -> None:
     for seed in (7, 8, 2**62):
         assert compiled(x, seed).item() == seed
     assert seed_tensor(2**64 - 1, x.device).item() == -1
-
-
-# torch.func builds its jvp decompositions with torch.jit.script.
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    "derive",
-    [
-        pytest.param(
-            lambda f, q: torch.func.grad(lambda a: torch.func.grad(f)(a).sum())(q), id="grad2"
-        ),
-        pytest.param(lambda f, q: torch.func.hessian(f)(q), id="hessian"),
-        pytest.param(lambda f, q: torch.func.jvp(f, (q,), (q,)), id="jvp"),
-        pytest.param(lambda f, q: torch.func.jacfwd(f)(q), id="jacfwd"),
-        pytest.param(lambda f, q: dual(f, q), id="dual"),
-        pytest.param(torch.no_grad()(lambda f, q: dual(f, q)), id="dual-no-grad"),
-    ],
-)
-def test_derivatives_that_are_not_built_raise_and_are_never_zero(derive: Any) -> None:
-    q, k, v = torch.randn(3, 1, 1, 4, 16)
-    with pytest.raises(NotImplementedError, match="SDPBackend.MATH"):
-        derive(lambda a: attngen.attention(a, k, v).square().sum(), q)
-
-
-def dual(f: Any, q: Tensor) -> Any:
-    with torch.autograd.forward_ad.dual_level():
-        return f(torch.autograd.forward_ad.make_dual(q, q))
-
-
-def sum_of(f: Any) -> Any:
-    return lambda a: f(a).sum()
 
 
 def test_call_layouts_differ_in_all_that_a_launch_depends_on() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.calls import transposed
+from attngen.calls import side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
@@ -58,6 +58,8 @@ class Case:
     """Scratch of document masks."""
     dbias: Tensor | None = None
     slope_sums: Tensor | None = None
+    sides: tuple[Tensor, ...] = ()
+    """What the forward writes for the spec's side outputs."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -106,7 +108,7 @@ class Case:
         documents = (self.doc_tiles,) if self.spec.documents else ()
         if config.direction == "fwd":
             made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
-            return self.q, self.k, self.v, self.out, self.lse, *made, *documents
+            return self.q, self.k, self.v, self.out, self.lse, *self.sides, *made, *documents
         scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
         made = (self.dq, self.dk, self.dv, *scratch, *documents)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
@@ -114,7 +116,8 @@ class Case:
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
         if config.direction == "fwd":
-            return {"out": self.out, "lse": self.lse}
+            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides), strict=True)
+            return {"out": self.out, "lse": self.lse, **dict(sides)}
         named = {name: getattr(self, name) for name in ("dq", "dk", "dv")}
         if self.dbias is not None:
             named["dbias"] = self.dbias
@@ -125,7 +128,7 @@ class Case:
     def spoil(self, config: KernelConfig) -> None:
         """Fill what the kernel must write with NaN, so that stale results pass no check, and what
         it adds to with 0."""
-        written = [self.out, self.lse, self.v_t]
+        written = [self.out, self.lse, self.v_t, *self.sides]
         if config.direction == "bwd":
             written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
         for tensors, value in ((written, float("nan")), ([self.dbias, self.slope_sums], 0.0)):
@@ -215,6 +218,7 @@ def make(
         v_t=transposed(v).make(v) if spec.is_fp8 else None,
         beside=beside,
         doc_tiles=tiles,
+        sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
         **named,
     )
 

@@ -39,7 +39,7 @@ def epsilon(spec: AttentionSpec, name: str) -> float:
     """The rounding unit of a result, or of what it is made of."""
     narrow = torch.float16 if spec.precision == "tf32" else getattr(torch, spec.out_dtype)
     unit = float(torch.finfo(narrow).eps)
-    if name == "lse":
+    if name == "lse" or name in spec.aux:
         if spec.is_fp8:
             return reference.FP8_LSE_EPSILON
         return max(LSE_EPSILON, unit if spec.precision == "tf32" else 0.0)
@@ -145,6 +145,7 @@ def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         narrow = _narrow(each)
         out, lse = reference.yardstick(each.spec, q, k, v, narrow, **beside, seed=each.seed)
     named = {"out": out.detach(), "lse": lse.detach()}
+    named |= reference.side_outputs(each.spec, q, k, **each.beside, math_dtype=dtype)
     if each.do is not None:
         grads = reference.gradients(out, lse, tuple(leaves.values()), each.do)
         named |= zip(leaves, grads, strict=True)

@@ -28,7 +28,7 @@ def tune(
     spec: AttentionSpec,
     workload: Workload,
     *,
-    direction: Literal["both", "fwd", "bwd"] = "both",
+    direction: Direction | Literal["both"] = "both",
     gpu: str | GpuInfo | None = None,
     budget: float = 60.0,
     max_trials: int | None = None,
