@@ -140,7 +140,7 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         why.append("lowering=hopper has no dropout")
     why += [
         f"lowering=hopper has no {name}"
-        for name in ("attn_mask", "bias", "alibi")
+        for name in ("attn_mask", "bias", "alibi", "score_mod", "mask_mod")
         if getattr(spec, name)
     ]
     for name, parts in (("head_dim", spec.qk_parts), ("head_dim_v", spec.v_parts)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 
 import jinja2
 
@@ -39,12 +40,13 @@ def _named(parts: tuple[Part, ...], name: str, form: str = "{}", joined: str = "
 
 
 def _folded(line: str, indent: int, width: int = 88) -> str:
-    """A list without spaces, broken after commas where it would pass `width`."""
+    """A list, broken after commas, and functions in it after semicolons, where it would pass
+    `width`."""
     lines = [""]
-    for item in line.split(","):
-        if lines[-1] and len(lines[-1]) + len(item) > width:
+    for item in re.split("(?<=[,;])", f"{line},"):
+        if lines[-1] and len(lines[-1]) + len(item) > width + 1:
             lines.append("")
-        lines[-1] += f"{item},"
+        lines[-1] += item
     return f"\n{' ' * indent}".join(lines).removesuffix(",")
 
 
