@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,8 @@ from attngen.checks import (
 from attngen.dropout import seed_tensor
 from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
-from attngen.spec import FP8_DTYPES, AttentionSpec
+from attngen.score_aux import check_aux, functions_of, functions_of_texts
+from attngen.spec import FP8_DTYPES, AttentionSpec, function_text
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -51,6 +53,7 @@ from attngen.workload import Direction, Workload, check_direction
 # Defaults of the calls, known by identity: an argument that is none of them is looked at.
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
+_NO_TEXTS = (None, None)
 
 
 def compile(spec: AttentionSpec, **options: Any) -> Attention:
@@ -87,6 +90,7 @@ class Attention:
         self._text_key = spec.text_key
         self._eval_key = replace(spec, dropout_p=0.0).text_key
         self._drop_key = replace(spec, dropout_p=0.5).text_key
+        self._functions = functions_of(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
 
     def __eq__(self, other: object) -> bool:
@@ -110,6 +114,7 @@ class Attention:
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        aux_tensors: Sequence[Tensor] | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
         q_descale: Tensor | None = None,
@@ -145,6 +150,10 @@ class Attention:
                 the distance of its query and key. Differentiable.
             sinks: float, of the same shapes; a row's softmax denominator gains exp(sink), its lse
                 does not. Differentiable.
+            aux_tensors: what score_mod reads, then what mask_mod reads, each in the order of first
+                use (one that both read stands twice); default: the tensors that the functions had
+                when the spec was made. Those of score_mod are differentiable where floating, unless
+                deterministic.
             dropout_p: overrides the spec's; 0.0 for evaluation.
             dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
                 torch's generator if None. Hand one in where a recomputed forward must see the same
@@ -194,6 +203,9 @@ class Attention:
         ):
             scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
             check_score_fields(self._scores, scores)
+        aux = None
+        if self._functions is not None or aux_tensors is not None:
+            aux = check_aux(self._functions, aux_tensors, q, spec.deterministic)
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
@@ -211,6 +223,7 @@ class Attention:
             dropout_seed=dropout_seed,
             descales=descales if spec.is_fp8 else (),
             scores=scores,
+            aux=aux,
             shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
             starts=(batch_start, head_start),
             partial=partial,
@@ -258,6 +271,9 @@ def attention(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Sequence[Tensor] | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -284,7 +300,9 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is, and a tensor that acts on scores turns its spec field on.
+    the spec's fp8_scale is, and a tensor that acts on scores turns its spec field on. score_mod and
+    mask_mod are read anew in each call, with the tensors they have then; a compiled spec reads them
+    once.
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -306,6 +324,16 @@ def attention(
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
         scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
+    texts = aux = None
+    if score_mod is not None or mask_mod is not None or aux_tensors is not None:
+        if torch.compiler.is_compiling() and (callable(score_mod) or callable(mask_mod)):
+            reason = (
+                "attngen.attention cannot read score_mod and mask_mod inside torch.compile; make "
+                "attngen.compile(attngen.AttentionSpec(...)) outside of it, and call that"
+            )
+            refused = torch.ops.attngen.refuse([reason], q)
+            return _results(refused, refused, return_lse, return_aux)
+        texts = function_text("score_mod", score_mod), function_text("mask_mod", mask_mod)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
     if deterministic is None:
@@ -334,7 +362,11 @@ def attention(
         batch_invariant,
         fp8_scale,
         _NONE if scores is None else tuple(scores),
+        *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
+    if texts is not None:
+        functions = functions_of_texts(*texts)
+        aux = check_aux(functions, aux_tensors, q, deterministic)
     out, lse = _run(
         key,
         q,
@@ -349,6 +381,7 @@ def attention(
         dropout_seed=dropout_seed,
         descales=descales if fp8_scale else (),
         scores=scores,
+        aux=aux,
         shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
         starts=(batch_start, head_start),
         partial=partial,
@@ -493,6 +526,8 @@ def _cached_text_key(
     batch_invariant: bool,
     fp8_scale: str | None,
     scores: tuple[str, ...],
+    score_mod: str | None = None,
+    mask_mod: str | None = None,
 ) -> str:
     """The text key of a functional call; validates what the spec validates."""
     spec = AttentionSpec(
@@ -509,6 +544,8 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         **dict.fromkeys(scores, True),
     )
     return spec.text_key
@@ -529,6 +566,7 @@ def _run(
     dropout_seed: int | Tensor | None,
     descales: tuple[Tensor | None, ...],
     scores: dict[str, Tensor] | None,
+    aux: tuple[Tensor, ...] | None,
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -573,17 +611,20 @@ def _run(
         ints.append(right)
     if chunk is not None:
         ints.append(chunk)
-    if aligned or has_dropout:
+    if aligned or has_dropout or aux is not None:
         ints += [q_start, q_step, k_start, k_step]
     if aligned:
         ints += [int(causal != "top_left")]
         ints += [-1 if total is None else total for total in (total_q, total_k)]
     if has_dropout:
         scalars.append(float(dropout_p))
-        ints += starts
         extra.append(_seed(dropout_seed, q))
+    if has_dropout or aux is not None:
+        ints += starts
     if scores is not None:
         extra += scores.values()
+    if aux is not None:
+        extra += aux
     extra += descales
     if compiling:
         out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)

@@ -36,7 +36,6 @@ _TENSOR_FIELD = {
     "doc_ids_k": "documents",
     "tree_mask": "tree_mask",
     "block_map": "block_map",
-    "aux_tensors": "score_mod or mask_mod",
 }
 
 

@@ -13,7 +13,7 @@ from attngen.config import BwdConfig, FwdConfig, KernelConfig
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.paths import data_dir
-from attngen.spec import AttentionSpec
+from attngen.spec import FUNCTIONS, AttentionSpec
 from attngen.workload import Direction
 
 TEXT_VERSION = "0.1"
@@ -82,6 +82,7 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
+    traits += [name for name in FUNCTIONS if getattr(spec, name)]
     traits += ["dropout"] if spec.has_dropout else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
     what = "forward" if direction_of(config) == "fwd" else "backward"

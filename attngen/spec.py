@@ -162,7 +162,7 @@ class AttentionSpec:
 
         for name in FIELDS:
             value = getattr(self, name)
-            put(name, _function_text(name, value) if name in FUNCTIONS else plain(value))
+            put(name, function_text(name, value) if name in FUNCTIONS else plain(value))
         put("dtype", str(self.dtype).removeprefix("torch."))
         if self.head_dim_v is None:
             put("head_dim_v", self.head_dim)
@@ -586,7 +586,7 @@ def _validate(spec: AttentionSpec) -> None:
             flag(name, getattr(spec, name))
 
 
-def _function_text(name: str, value: Any) -> Any:
+def function_text(name: str, value: Any) -> Any:
     """A function as its canonical text, with the tensors it brought along."""
     if value is None:
         return None
