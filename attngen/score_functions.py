@@ -179,10 +179,10 @@ class Function:
 
     @property
     def learnt(self) -> tuple[int, ...]:
-        """Numbers of the float tensors, which have gradients."""
+        """Numbers of the tensors that have a gradient."""
         if self.name != "score_mod":
             return ()
-        return tuple(n for n, aux in enumerate(self.aux) if aux.kind == "float")
+        return tuple(sorted({int(args[0][3:]) for args, _ in self._with_gradients[2]}))
 
     def aux_gradient_lines(self, aux: int) -> tuple[str, ...]:
         """The body that adds what one [keys, queries] tile gives to the gradient of a tensor.
@@ -215,7 +215,43 @@ class Function:
     @property
     def torch_lines(self) -> tuple[str, ...]:
         """The body in PyTorch; FLOAT is the dtype of floats."""
-        return (*_torch(self.nodes), f"return {_named(self.result)}")
+        result = _named(self.result)
+        if is_constant(self.result):
+            result = f"torch.tensor({_number(self.result, RESULTS[self.name])})"
+        return (*_torch(self.nodes), f"return {result}")
+
+    def example_shape(self, aux: int, batch: int, heads: int, rows: int, keys: int) -> list[int]:
+        """Sizes of a tensor that its indices seem to reach, in calls of such sizes."""
+        reach = {"b": batch, "h": heads, "q": rows, "k": keys, "score": 16}
+        reads = self._reach(aux)
+        return [max([1, most, *(sum(reach[x] for x in each) for each in of)]) for most, of in reads]
+
+    def example(self, aux: int) -> str:
+        """A random tensor for a printed file: batch 1, and `heads` and `seqlen` in scope."""
+        sizes = []
+        for most, of in self._reach(aux):
+            lengths = max((len(each & {"q", "k"}) for each in of), default=0)
+            has_heads = any("h" in each for each in of)
+            size = ["", "seqlen", "2 * seqlen"][lengths] or ("heads" if has_heads else "16")
+            sizes.append(str(most) if most and not any(of) else size)
+        shape, kind = f"({', '.join(sizes)}{',' if len(sizes) == 1 else ''})", self.aux[aux].kind
+        if kind == "float":
+            return f"torch.randn({shape}, device=device)"
+        if kind == "bool":
+            return f"torch.rand({shape}, device=device) < 0.9"
+        return f"torch.randint(0, 3, {shape}, dtype={_TORCH[kind]}, device=device)"
+
+    def _reach(self, aux: int) -> list[tuple[int, list[frozenset[str]]]]:
+        """Of each dim of a tensor: the size for its constant indices, and what others read."""
+        found: list[tuple[int, list[frozenset[str]]]] = [(0, [])] * self.aux[aux].dims
+        for node in self.nodes:
+            for dim, x in enumerate(node.args[1:] if node.args[0] == f"aux{aux}" else ()):
+                most, of = found[dim]
+                if is_constant(x):
+                    found[dim] = max(most, x + 1 if x >= 0 else -x), of
+                else:
+                    found[dim] = most, [*of, _reads(self.nodes, [x])]
+        return found
 
     def _spread(self, nodes: tuple[Node, ...], result: Operand) -> str:
         """A result in Triton, of the tile's shape where it is a score."""

@@ -309,6 +309,22 @@ class AttentionSpec:
         return frozenset().union(*found)
 
     @property
+    def score_tensors(self) -> tuple[str, ...]:
+        """The names in `aux_args` of score_mod's tensors."""
+        return self.aux_args[: len(self.score_function.aux) if self.score_function else 0]
+
+    @property
+    def mask_tensors(self) -> tuple[str, ...]:
+        """Those of mask_mod's."""
+        return self.aux_args[len(self.score_tensors) :]
+
+    @property
+    def aux_examples(self) -> tuple[str, ...]:
+        """A random tensor for each, as printed files make it."""
+        functions = (self.score_function, self.mask_function)
+        return tuple(f.example(n) for f in functions if f is not None for n in range(len(f.aux)))
+
+    @property
     def learnt_aux(self) -> tuple[str, ...]:
         """Names of the tensors of score_mod that have a gradient."""
         function = self.score_function

@@ -17,6 +17,7 @@ from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
 from attngen.reference import alignment, scale_of
+from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
@@ -53,6 +54,8 @@ class Case:
     """attn_mask, bias, alibi_slopes and sinks: those of the spec, as the oracle takes them."""
     dbias: Tensor | None = None
     slope_sums: Tensor | None = None
+    daux: dict[str, Tensor] = field(default_factory=dict)
+    """Sums of the gradients of aux tensors, by the names of these."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,12 +89,15 @@ class Case:
         heads = (sizes.batch, sizes.num_heads_q)
         scores = (*heads, sizes.seqlen_q, sizes.seqlen_k)
         for name, tensor in self.beside.items():
+            if name in spec.aux_args:
+                named[name] = tensor
+                continue
             named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
         if self.dbias is not None:
             named["dbias"] = self.dbias.expand(scores)
         if self.slope_sums is not None:
             named["slope_sums"] = self.slope_sums
-        return named
+        return named | {f"d{name}": each for name, each in self.daux.items()}
 
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
@@ -111,7 +117,7 @@ class Case:
             named["dbias"] = self.dbias
         if self.slope_sums is not None:
             named["dslopes"] = self.slope_sums.sum(2)
-        return named
+        return named | {f"d{name}": each for name, each in self.daux.items()}
 
     def spoil(self, config: KernelConfig) -> None:
         """Fill what the kernel must write with NaN, so that stale results pass no check, and what
@@ -119,7 +125,8 @@ class Case:
         written = [self.out, self.lse, self.v_t]
         if config.direction == "bwd":
             written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
-        for tensors, value in ((written, float("nan")), ([self.dbias, self.slope_sums], 0.0)):
+        sums = [self.dbias, self.slope_sums, *self.daux.values()]
+        for tensors, value in ((written, float("nan")), (sums, 0.0)):
             for tensor in tensors:
                 if tensor is not None:
                     tensor.fill_(value)
@@ -185,6 +192,9 @@ def make(
         named["dbias"] = numbers(*beside["bias"].shape)
     if backward and learns_scores and spec.alibi:
         named["slope_sums"] = numbers(batch, heads, -(-keys // SUM_KEYS))
+    daux = {}
+    if backward and learns_scores and not spec.deterministic:
+        daux = {name: numbers(*beside[name].shape) for name in spec.learnt_aux}
     q, k, v = filled(heads, rows, dim), filled(heads_kv, keys, dim), filled(heads_kv, keys, dim_v)
     descales: tuple[Tensor, ...] = ()
     if spec.is_fp8:
@@ -202,6 +212,7 @@ def make(
         descales=descales,
         v_t=transposed(v).make(v) if spec.is_fp8 else None,
         beside=beside,
+        daux=daux,
         **named,
     )
 
@@ -235,7 +246,7 @@ def beside_of(
         made["alibi_slopes"] = (2 ** (-8 / heads[1] * nth)).repeat(heads[0], 1)
     if spec.sinks:
         made["sinks"] = normal(heads, torch.float32)
-    return made
+    return made | example_aux(spec, sizes, device, generator)
 
 
 def _quantized(spec: AttentionSpec, *inputs: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:
