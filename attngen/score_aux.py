@@ -91,12 +91,13 @@ def _checked(
     found: Tensor = x
     if found.device != q.device:
         raise SpecError(
-            f"{name} is on {found.device} but q is on {q.device}; move it with .to(q.device), where "
-            "the function reads it"
+            f"{name} is on {found.device} but q is on {q.device}; move it with .to(q.device) "
+            "before the function reads it"
         )
     if KIND_OF.get(found.dtype) != aux.kind:
         raise DtypeError(
-            f"{name} must be {_words(aux.kind)}, as the function was read, got {found.dtype}; cast it"
+            f"{name} must be {_words(aux.kind)}, as the function was read, got {found.dtype}; "
+            "cast it"
         )
     if found.dim() != aux.dims or 0 in found.shape:
         raise SpecError(
@@ -109,9 +110,9 @@ def _checked(
     if deterministic:
         raise UnsupportedSpecError(
             [
-                f"{name} requires grad, and its gradient is added up atomically, in no fixed order, "
-                "where the spec says deterministic=True; pass deterministic=False, a detached "
-                "tensor, or what can be a bias as bias="
+                f"{name} requires grad, and its gradient is added up in no fixed order, but the "
+                "spec says deterministic=True; pass deterministic=False, or a detached tensor, or "
+                "what can be one as bias="
             ]
         )
     return found

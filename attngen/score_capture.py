@@ -29,7 +29,7 @@ from attngen.score_functions import (
     FunctionText,
     function,
 )
-from attngen.score_ops import ALSO, KINDS, OPS, Operand, Ref, is_constant
+from attngen.score_ops import ALSO, KINDS, OPS, Operand, is_constant
 from attngen.values import shown
 
 KIND_OF = {
@@ -55,8 +55,10 @@ _SIGNATURES = {
     "score_mod": "score_mod(score, b, h, q_idx, k_idx)",
     "mask_mod": "mask_mod(b, h, q_idx, k_idx)",
 }
-_SAME = ("view", "_unsafe_view", "reshape", "expand", "squeeze", "unsqueeze", "clone", "detach")
-_SAME += ("alias", "lift_fresh", "lift_fresh_copy", "permute", "contiguous", "to", "positive")
+_SAME = (
+    *("view", "_unsafe_view", "reshape", "expand", "squeeze", "unsqueeze", "clone", "detach"),
+    *("alias", "lift_fresh", "lift_fresh_copy", "permute", "contiguous", "to", "positive"),
+)
 
 
 class _Entry(NamedTuple):
@@ -102,8 +104,8 @@ def _traced(name: str, fn: Callable[..., Any]) -> tuple[Function, tuple[Tensor, 
     except Exception as error:
         line = " ".join(str(error).split())
         raise SpecError(
-            f"{who} cannot be read: {type(error).__name__}: {line[:300]}; it is called once, on 0-d "
-            "tensors without values"
+            f"{who} cannot be read: {type(error).__name__}: {line[:300]}; it is called once, on "
+            "0-d tensors without values"
         ) from error
     wanted = {"float": "a floating", "bool": "a bool"}[RESULTS[name]]
     must = f"{who} must return {wanted} tensor of no dims"
@@ -117,9 +119,7 @@ def _traced(name: str, fn: Callable[..., Any]) -> tuple[Function, tuple[Tensor, 
     return _function(name, tracer, operand)
 
 
-def _function(
-    name: str, tracer: _Tracer, result: Operand
-) -> tuple[Function, tuple[Tensor, ...]]:
+def _function(name: str, tracer: _Tracer, result: Operand) -> tuple[Function, tuple[Tensor, ...]]:
     """The function without the tensors that its result does not need."""
     made = function(name, tracer.builder, result)
     used = {int(node.args[0][3:]) for node in made.nodes if node.op == "index"}
@@ -142,9 +142,7 @@ class _Stand(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(self.tracer.stand_in, (args, kwargs or {}))
         if func is Tensor.__getitem__:
             x, at = args
@@ -169,14 +167,14 @@ def _is_index(item: Any) -> bool:
 
 
 def _name_of(func: Any) -> str:
-    return resolve_name(func) or getattr(func, "__name__", str(func))
+    return str(resolve_name(func) or getattr(func, "__name__", func))
 
 
 class _Tracer(TorchDispatchMode):
     """Writes operators down as they run on meta tensors."""
 
     def __init__(self, who: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch types none
         self.who = who
         self.builder = Builder()
         self.tensors: list[Tensor] = []
@@ -243,9 +241,9 @@ class _Tracer(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
             raise SpecError(
-                f"{self.who} asks for the value of a tensor (if, while, and, or, not, int(), float() "
-                "or .item()), but it is read without values; write torch.where(condition, x, y), "
-                "and &, | and ~ between conditions"
+                f"{self.who} asks for the value of a tensor (if, while, and, or, not, int(), "
+                "float() or .item()), but it is read without values; write torch.where(condition, "
+                "x, y), and &, | and ~ between conditions"
             )
         if not func._schema.name.startswith(("aten::", "prims::")):
             raise self.unsupported(func._schema.name)
@@ -265,7 +263,9 @@ class _Tracer(TorchDispatchMode):
         base = name.removesuffix("_")
         if base in _SAME and isinstance(args[0], Tensor):
             entry = self.values.get(id(args[0]))
-            if out.dim() == args[0].dim() == 0 or (out.dim() == 0 and not isinstance(entry, _Entry)):
+            if out.dim() == args[0].dim() == 0 or (
+                out.dim() == 0 and not isinstance(entry, _Entry)
+            ):
                 return self.value(out, entry)
             if out.shape == args[0].shape and base in ("clone", "detach", "alias", "contiguous"):
                 return self.value(out, entry)
@@ -325,7 +325,7 @@ class _Tracer(TorchDispatchMode):
         """The value of an operator of 0-d tensors."""
         given = [
             self.operand_of(x, f"{self.who}: operands must have no dims")
-            if isinstance(x, Tensor) or (isinstance(x, (bool, int, float)))
+            if isinstance(x, (Tensor, bool, int, float))
             else x
             for x in args
         ]
@@ -356,7 +356,11 @@ class _Tracer(TorchDispatchMode):
                 scaled = self._add_of("mul", kind, x[0] if name == "rsub" else x[1], alpha)
                 first, second = (first, scaled) if name != "rsub" else (x[1], scaled)
             op = "add" if name == "add" else "sub"
-            return add("or", first, second) if kind == "bool" else self._add_of(op, kind, first, second)
+            return (
+                add("or", first, second)
+                if kind == "bool"
+                else self._add_of(op, kind, first, second)
+            )
         if name == "mul":
             return add("and", *x[:2]) if kind == "bool" else self._add_of("mul", kind, *x[:2])
         if name in ("div", "true_divide"):
@@ -384,7 +388,11 @@ class _Tracer(TorchDispatchMode):
             return add("where", *x)
         if name in ("isnan", "isinf"):
             whole = self._of_kind("float", x[0])
-            return add("ne", whole, whole) if name == "isnan" else add("eq", add("abs", whole), math.inf)
+            return (
+                add("ne", whole, whole)
+                if name == "isnan"
+                else add("eq", add("abs", whole), math.inf)
+            )
         if name.startswith("logical_"):
             return add(name.removeprefix("logical_"), *(self._of_kind("bool", y) for y in x))
         if name in _UNARY:
@@ -411,7 +419,9 @@ class _Tracer(TorchDispatchMode):
         add = self.builder.add
         if is_constant(x):
             if x <= 0:
-                raise self.unsupported("aten.pow", "it takes a positive base or a constant exponent")
+                raise self.unsupported(
+                    "aten.pow", "it takes a positive base or a constant exponent"
+                )
             return add("exp2", add("mul", self._of_kind("float", n), math.log2(x)))
         if not is_constant(n):
             raise self.unsupported(
@@ -438,7 +448,9 @@ class _Tracer(TorchDispatchMode):
 
 def _sign(t: _Tracer, x: Operand, kind: str) -> Operand:
     add, one = t.builder.add, 1.0 if kind == "float" else 1
-    return t._of_kind(kind, add("where", add("gt", x, 0), one, add("where", add("lt", x, 0), -one, 0 * one)))
+    return t._of_kind(
+        kind, add("where", add("gt", x, 0), one, add("where", add("lt", x, 0), -one, 0 * one))
+    )
 
 
 _UNARY: dict[str, Callable[[_Tracer, Operand, str], Operand]] = {
@@ -477,6 +489,3 @@ def _as_meta(x: Any) -> Any:
 def _ON_META(func: Any) -> dict[str, Any]:
     names = {argument.name for argument in func._schema.arguments}
     return {"device": torch.device("meta")} if "device" in names else {}
-
-
-_ = Ref

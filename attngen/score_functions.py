@@ -5,9 +5,10 @@ A function of the score and of where it stands becomes statements, each one oper
     aux0:float1;t0:sub q k;t1:abs t0;t2:index aux0 h;t3:mul t1 t2;sub score t3
 
 Inputs are `score`, `b`, `h`, `q`, `k` (global batch row, query head, rows of query and key) and the
-tensors `aux0`, `aux1`, ... with their kind and number of dims. The last statement is the result. The
-text is canonical: dead statements are gone, equal ones are one, and names are numbered in order. It
-holds no comma and no '=', so that a spec's key can carry it. Imports neither torch nor triton.
+tensors `aux0`, `aux1`, ... with their kind and number of dims. The last statement is the result.
+The text is canonical: dead statements are gone, equal ones are one, and names are numbered in
+order. It holds no comma and no '=', so that a spec's key can carry it. Imports neither torch nor
+triton.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ INPUTS = {"score_mod": ("score", *POSITIONS), "mask_mod": POSITIONS}
 RESULTS = {"score_mod": "float", "mask_mod": "bool"}
 MAX_DIMS = 8
 _NAMES = {"q": "q_idx", "k": "k_idx"}  # in printed functions
+_TORCH = {"int": "torch.int32", "long": "torch.int64"}
 
 
 class Aux(NamedTuple):
@@ -84,7 +86,9 @@ class Builder:
     def add(self, op: str, *args: Operand) -> Operand:
         """The value of an operator; what is known beforehand makes no statement."""
         simple = _simplified(op, args)
-        if simple is not None and (is_constant(simple) or self.kind(simple) == self._result(op, args)):
+        if simple is not None and (
+            is_constant(simple) or self.kind(simple) == self._result(op, args)
+        ):
             return simple
         return self._put(op, args, self._result(op, args))
 
@@ -207,7 +211,9 @@ class Function:
                 lines.append("value = tl.sum(value, 1, keep_dims=True)")
             lines.append("at = tl.zeros(value.shape, tl.int64)")
             for dim, x in enumerate(indices):
-                lines.append(f"at = at * aux{aux}_size{dim} + entry({_index(x)}, aux{aux}_size{dim})")
+                lines.append(
+                    f"at = at * aux{aux}_size{dim} + entry({_index(x)}, aux{aux}_size{dim})"
+                )
             there = ", inside" if has_q and has_k else ""
             lines.append(f'tl.atomic_add(daux{aux}_ptr + at, value{there}, sem="relaxed")')
         return tuple(lines)
@@ -413,7 +419,9 @@ def _statement(
         aux = int(found[1])
         indices = [_operand(name, item, word, named) for word in words[1:]]
         if len(indices) != builder.aux[aux].dims:
-            raise SpecError(f"aux{aux} has {builder.aux[aux].dims} dims, got {len(indices)} indices")
+            raise SpecError(
+                f"aux{aux} has {builder.aux[aux].dims} dims, got {len(indices)} indices"
+            )
         return builder.index(aux, indices)
     if op not in OPS:
         raise SpecError(f"operators are index, {', '.join(OPS)}")
@@ -441,8 +449,8 @@ def _operand(name: str, item: str, word: str, named: dict[str, Operand]) -> Oper
 
 def _wrong(name: str, item: str, why: str) -> SpecError:
     return SpecError(
-        f"{name} is no text of a function: {item!r}: {why}; pass the function itself, which is read "
-        "and written as such a text"
+        f"{name} is no text of a function: {item!r}: {why}; pass the function itself, which is "
+        "read and written as such a text"
     )
 
 

@@ -1,6 +1,6 @@
 """The operators of score_mod and mask_mod: types, Triton, PyTorch and derivatives of each.
 
-One table, which the capture, the text of a spec, the printed kernels, the oracle and the docs share.
+One table, which the capture, the text of a spec, printed kernels, the oracle and the docs share.
 Imports neither torch nor triton.
 """
 
@@ -130,11 +130,19 @@ OPS: dict[str, Op] = {
     ),
     "div": Op("float", "{0} / {1}", "{0} / {1}", _div),
     "floordiv": Op(
-        "number", "floor_divide({0}, {1})", "{0} // {1}", None, "floor_divide",
+        "number",
+        "floor_divide({0}, {1})",
+        "{0} // {1}",
+        None,
+        "floor_divide",
         ("floor_divide",),
     ),
     "mod": Op(
-        "number", "remainder({0}, {1})", "{0} % {1}", _remainder, "remainder",
+        "number",
+        "remainder({0}, {1})",
+        "{0} % {1}",
+        _remainder,
+        "remainder",
         ("remainder",),
     ),
     "fmod": Op("number", "{0} % {1}", "torch.fmod({0}, {1})", _fmod, None, ("fmod",)),
@@ -157,14 +165,22 @@ OPS: dict[str, Op] = {
         ("maximum",),
     ),
     "exp": Op(
-        "float", "tl.exp({0})", "torch.exp({0})", lambda b, g, o, x: (b.add("mul", g, o),), None,
+        "float",
+        "tl.exp({0})",
+        "torch.exp({0})",
+        lambda b, g, o, x: (b.add("mul", g, o),),
+        None,
         ("exp",),
     ),
     "exp2": Op(
         "float", "tl.exp2({0})", "torch.exp2({0})", _times(math.log(2), "mul"), None, ("exp2",)
     ),
     "log": Op(
-        "float", "tl.log({0})", "torch.log({0})", lambda b, g, o, x: (b.add("div", g, x),), None,
+        "float",
+        "tl.log({0})",
+        "torch.log({0})",
+        lambda b, g, o, x: (b.add("div", g, x),),
+        None,
         ("log",),
     ),
     "log2": Op(

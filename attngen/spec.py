@@ -82,17 +82,17 @@ class AttentionSpec:
         attn_mask: calls take attn_mask, bool, of such a shape; False hides a key.
         sinks: calls take sinks (num_heads_q,) or (batch, num_heads_q), and a row's softmax
             denominator gains exp(sink); its lse does not.
-        score_mod: score_mod(score, b, h, q_idx, k_idx), as FlexAttention has it: what becomes of each
-            score after softcap, bias and ALiBi. Arguments are tensors of no dims: a float32 score,
-            and int32 numbers of batch row, query head, query and key, counted in the whole sequence
-            (q_start, batch_start and the rest move them; bottom-right alignment does not). It
-            returns a float; -inf hides the key. The function is called once, here; the field then
-            holds what it computes as text, so that equal functions make equal specs, and such a
-            text is taken in its place. Python numbers become part of it. Tensors it reads, each by
-            one index a dim, are inputs: those seen here, unless a call has aux_tensors=. A negative
-            index counts from the end; one out of range reads the nearest entry. Differentiable,
-            floating tensors included. templates/README.md lists the operators.
-        mask_mod: mask_mod(b, h, q_idx, k_idx), likewise; it returns a bool, and False hides the key.
+        score_mod: score_mod(score, b, h, q_idx, k_idx), as FlexAttention has it: what becomes of
+            each score after softcap, bias and ALiBi. Arguments are tensors of no dims: a float32
+            score, and int32 numbers of batch row, query head, query and key, counted in the whole
+            sequence (q_start, batch_start and the rest move them; bottom-right alignment does not).
+            It returns a float; -inf hides the key. The function is called once, here; the field
+            then holds what it computes as text, so that equal functions make equal specs, and such
+            a text is taken in its place. Python numbers become part of it. Tensors it reads, each
+            by one index a dim, are inputs: those seen here, unless a call has aux_tensors=. A
+            negative index counts from the end; one out of range reads the nearest entry.
+            Differentiable, floating tensors included. templates/README.md lists the operators.
+        mask_mod: mask_mod(b, h, q_idx, k_idx), likewise; returns a bool, and False hides the key.
         layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
         fp8_scale: what shares a scale of FP8 inputs: "tensor" all of it; "head" one key/value head
             of one batch row, with the query heads that read it; "block" 128 rows of that.
