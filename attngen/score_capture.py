@@ -29,7 +29,7 @@ from attngen.score_functions import (
     FunctionText,
     function,
 )
-from attngen.score_ops import ALSO, KINDS, OPS, Operand, is_constant
+from attngen.score_ops import KINDS, OPS, Operand, is_constant, known
 from attngen.values import shown
 
 KIND_OF = {
@@ -229,9 +229,8 @@ class _Tracer(TorchDispatchMode):
         return self.builder.index(found.aux, found.indices) if isinstance(found, _Entry) else found
 
     def unsupported(self, what: str, why: str = "kernels do not have it") -> UnsupportedSpecError:
-        names = sorted({aten for op in OPS.values() for aten in op.aten} | set(ALSO))
         return UnsupportedSpecError(
-            [f"{self.who} uses {what}, but {why}; operators on 0-d tensors are {', '.join(names)}"]
+            [f"{self.who} uses {what}, but {why}; operators on 0-d tensors are {', '.join(known())}"]
         )
 
     # ---- operators -----------------------------------------------------------------------------

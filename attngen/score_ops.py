@@ -243,6 +243,11 @@ ALSO = (
 )  # fmt: skip
 
 
+def known() -> list[str]:
+    """PyTorch's operators that functions may use."""
+    return sorted({name for op in OPS.values() for name in op.aten} | set(ALSO))
+
+
 def is_constant(x: Operand) -> bool:
     return isinstance(x, (bool, int, float)) and not isinstance(x, Ref)
 

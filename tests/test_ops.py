@@ -682,8 +682,6 @@ def test_option_is_honoured(path: str, options: dict[str, Any]) -> None:
 
 
 UNBUILT_FIELDS: dict[str, Any] = {
-    "score_mod": lambda *x: x[0],
-    "mask_mod": lambda *x: True,
     "paged": True,
     "prefix_lm": True,
     "documents": True,
@@ -710,7 +708,6 @@ UNBUILT_TENSORS = [
     "doc_ids_k",
     "tree_mask",
     "block_map",
-    "aux_tensors",
 ]
 
 
