@@ -36,7 +36,8 @@ from attngen.dropout import seed_tensor
 from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.masks import check_mask_fields, check_masks, fields_of
-from attngen.spec import AUX, FP8_DTYPES, AttentionSpec
+from attngen.score_aux import check_aux, functions_of, functions_of_texts
+from attngen.spec import AUX, FP8_DTYPES, AttentionSpec, function_text
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -53,6 +54,7 @@ from attngen.workload import Direction, Workload, check_direction
 # Defaults of the calls, known by identity: an argument that is none of them is looked at.
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
+_NO_TEXTS = (None, None)
 
 
 def compile(spec: AttentionSpec, **options: Any) -> Attention:
@@ -90,6 +92,7 @@ class Attention:
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
         self._drop_key = replace(bare, dropout_p=0.5).text_key
+        self._functions = functions_of(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
         self._masks = tuple(field for field in masks if getattr(spec, field))
@@ -119,6 +122,7 @@ class Attention:
         doc_ids_q: Tensor | None = None,
         doc_ids_k: Tensor | None = None,
         tree_mask: Tensor | None = None,
+        aux_tensors: Sequence[Tensor] | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
         q_descale: Tensor | None = None,
@@ -166,6 +170,10 @@ class Attention:
             doc_ids_k: the same for keys; doc_ids_q itself if None and lengths agree.
             tree_mask: bool, (n, n) or (batch, n, n); the last n rows of q and k are the nodes of a
                 tree, and node i sees node j iff tree_mask[i, j].
+            aux_tensors: what score_mod reads, then what mask_mod reads, each in the order of first
+                use (one that both read stands twice); default: the tensors that the functions had
+                when the spec was made. Those of score_mod are differentiable where floating, unless
+                deterministic.
             dropout_p: overrides the spec's; 0.0 for evaluation.
             dropout_seed: an int, or an int64 tensor of one element on q's device; drawn from
                 torch's generator if None. Hand one in where a recomputed forward must see the same
@@ -205,9 +213,9 @@ class Attention:
         if dropout_p is not None:
             p = probability("dropout_p", dropout_p)
             key = self._drop_key if _drops(p) else self._eval_key
-        aux = _NONE if return_aux is _NONE else tuple(return_aux)
-        if aux:
-            key = _key_with_aux(key, aux)
+        wanted = _NONE if return_aux is _NONE else tuple(return_aux)
+        if wanted:
+            key = _key_with_aux(key, wanted)
         if spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
@@ -227,6 +235,9 @@ class Attention:
             totals = (seqlen_q_total, seqlen_k_total)
             masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
             check_mask_fields(self._masks, masks)
+        aux = None
+        if self._functions is not None or aux_tensors is not None:
+            aux = check_aux(self._functions, aux_tensors, q, spec.deterministic)
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
@@ -245,13 +256,14 @@ class Attention:
             descales=descales if spec.is_fp8 else (),
             scores=scores,
             masks=masks,
+            aux=aux,
             shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
             starts=(batch_start, head_start),
             partial=partial,
         )
         if spec.layout == "bshd":
             out = out.transpose(1, 2)
-        return _results(out, lse, return_lse, aux, sides)
+        return _results(out, lse, return_lse, wanted, sides)
 
     def explain(self, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
         """Which record, config and lowering serve a call of these tensors, and why."""
@@ -296,6 +308,9 @@ def attention(
     doc_ids_q: Tensor | None = None,
     doc_ids_k: Tensor | None = None,
     tree_mask: Tensor | None = None,
+    score_mod: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Sequence[Tensor] | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     q_descale: Tensor | None = None,
@@ -323,7 +338,8 @@ def attention(
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
     the spec's fp8_scale is, and a tensor that acts on scores, or tells which keys a query sees,
-    turns its spec field on.
+    turns its spec field on. score_mod and mask_mod are read anew in each call, with the tensors they
+    have then; a compiled spec reads them once.
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -349,6 +365,16 @@ def attention(
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
         masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+    texts = aux = None
+    if score_mod is not None or mask_mod is not None or aux_tensors is not None:
+        if torch.compiler.is_compiling() and (callable(score_mod) or callable(mask_mod)):
+            reason = (
+                "attngen.attention cannot read score_mod and mask_mod inside torch.compile; make "
+                "attngen.compile(attngen.AttentionSpec(...)) outside of it, and call that"
+            )
+            refused = torch.ops.attngen.refuse([reason], q)
+            return _results(refused, refused, return_lse, return_aux)
+        texts = function_text("score_mod", score_mod), function_text("mask_mod", mask_mod)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
     if deterministic is None:
@@ -378,10 +404,14 @@ def attention(
         fp8_scale,
         _NONE if scores is None else tuple(scores),
         _NONE if masks is None else fields_of(masks),
+        *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
-    aux = _NONE if return_aux is _NONE else tuple(return_aux)
-    if aux:
-        key = _key_with_aux(key, aux)
+    if texts is not None:
+        functions = functions_of_texts(*texts)
+        aux = check_aux(functions, aux_tensors, q, deterministic)
+    wanted = _NONE if return_aux is _NONE else tuple(return_aux)
+    if wanted:
+        key = _key_with_aux(key, wanted)
     out, lse, *sides = _run(
         key,
         q,
@@ -397,13 +427,14 @@ def attention(
         descales=descales if fp8_scale else (),
         scores=scores,
         masks=masks,
+        aux=aux,
         shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
         starts=(batch_start, head_start),
         partial=partial,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
-    return _results(out, lse, return_lse, aux, sides)
+    return _results(out, lse, return_lse, wanted, sides)
 
 
 def sdpa(
@@ -555,6 +586,8 @@ def _cached_text_key(
     fp8_scale: str | None,
     scores: tuple[str, ...],
     masks: tuple[str, ...],
+    score_mod: str | None = None,
+    mask_mod: str | None = None,
 ) -> str:
     """The text key of a functional call; validates what the spec validates."""
     spec = AttentionSpec(
@@ -571,6 +604,8 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
+        score_mod=score_mod,
+        mask_mod=mask_mod,
         **dict.fromkeys((*scores, *masks), True),  # type: ignore[arg-type]  # names of bool fields
     )
     return spec.text_key
@@ -592,6 +627,7 @@ def _run(
     descales: tuple[Tensor | None, ...],
     scores: dict[str, Tensor] | None,
     masks: dict[str, Tensor] | None,
+    aux: tuple[Tensor, ...] | None,
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -638,19 +674,22 @@ def _run(
         ints.append(right)
     if chunk is not None:
         ints.append(chunk)
-    if aligned or has_dropout:
+    if aligned or has_dropout or aux is not None:
         ints += [q_start, q_step, k_start, k_step]
     if aligned:
         ints += [int(causal != "top_left")]
         ints += [-1 if total is None else total for total in (total_q, total_k)]
     if has_dropout:
         scalars.append(float(dropout_p))
-        ints += starts
         extra.append(_seed(dropout_seed, q))
+    if has_dropout or aux is not None:
+        ints += starts
     if scores is not None:
         extra += scores.values()
     if masks is not None:
         extra += masks.values()
+    if aux is not None:
+        extra += aux
     extra += descales
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped

@@ -32,7 +32,6 @@ _TENSOR_FIELD = {
     "seqused_k": 'layout="thd" or paged',
     "block_table": "paged",
     "block_map": "block_map",
-    "aux_tensors": "score_mod or mask_mod",
 }
 
 

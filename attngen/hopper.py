@@ -140,7 +140,10 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         why.append("lowering=hopper has no dropout")
     why += [
         f"lowering=hopper has no {name}"
-        for name in ("attn_mask", "bias", "alibi", "prefix_lm", "documents", "tree_mask")
+        for name in (
+            *("attn_mask", "bias", "alibi", "prefix_lm", "documents", "tree_mask"),
+            *("score_mod", "mask_mod"),
+        )
         if getattr(spec, name)
     ]
     why += [f"lowering=hopper has no side output {name}" for name in spec.aux]

@@ -47,6 +47,8 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("bias", spec.bias),
             ("alibi", spec.alibi),
             ("sinks", spec.sinks),
+            ("score_mod", spec.score_mod is not None),
+            ("mask_mod", spec.mask_mod is not None),
             ("dropout", spec.has_dropout),
             ("_".join(text_spec.aux), text_spec.aux),
         )

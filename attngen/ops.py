@@ -199,7 +199,11 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         arguments = (ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
         dq, dk, dv, *more = bwd(*arguments, needs) if needs else bwd(*arguments)
         found = (g if need else None for g, need in zip((dq, dk, dv), needed, strict=True))
-        others = [more.pop(0) if need else None for need in ctx.needs_input_grad[6:]]
+        spec = parsed(ctx.text_key)
+        others = [
+            more.pop(0) if need and name in spec.gradient_args else None
+            for name, need in zip(spec.tensor_args, ctx.needs_input_grad[6:], strict=True)
+        ]
         return (None, None, None, *found, *others)
 
     @staticmethod

@@ -8,13 +8,15 @@ fit there are forms that compute sampled query rows and sampled keys only.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attngen.mask_rules import Structure
+from attngen.mask_rules import NAMES, Structure
+from attngen.score_reference import Functions
 from attngen.spec import AttentionSpec
 
 NEG_INF = float("-inf")
@@ -198,6 +200,12 @@ def _beside(
     return _Beside(attn_mask, bias, of_heads(alibi_slopes), of_heads(sinks))
 
 
+def _places(batch: int, heads: int, rows: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
+    """b, h, q_idx and k_idx of all scores."""
+    b, h = (torch.arange(n, device=rows.device) for n in (batch, heads))
+    return b[:, None, None, None], h[:, None, None], rows[:, None], keys
+
+
 def _softmax(s: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     """(probabilities, lse) over the last dim; a row that sees nothing is 0 and -inf."""
     s = s.masked_fill(~seen, NEG_INF)
@@ -219,6 +227,16 @@ def _dropped(spec: AttentionSpec, p: Tensor, keep: Tensor | None) -> Tensor:
     return p * keep / (1 - spec.dropout_p) if spec.dropout_p < 1 else p * 0.0
 
 
+def structure_of(given: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Those of a call's tensors that masks of structure read."""
+    return {name: x for name, x in given.items() if name in NAMES}
+
+
+def aux_of(given: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Those that score_mod and mask_mod read."""
+    return {name: x for name, x in given.items() if name not in NAMES and x is not None}
+
+
 def attention(
     spec: AttentionSpec,
     q: Tensor,
@@ -232,7 +250,7 @@ def attention(
     seed: int | Tensor = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
-    **structure: Tensor | None,
+    **more: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of (batch, heads, seqlen, dim) inputs, differentiable in all that is no mask.
 
@@ -241,21 +259,24 @@ def attention(
         bias: of such a shape, added to capped scores; -inf hides a key.
         alibi_slopes: (heads,) or (batch, heads); a score loses slope * |distance|.
         sinks: (heads,) or (batch, heads); exp(sink) joins the denominator, but not lse.
-        structure: prefix_lens, doc_ids_q, doc_ids_k and tree_mask, those of the spec.
+        more: prefix_lens, doc_ids_q, doc_ids_k, tree_mask, aux0 and so on: those of the spec.
         seed: of dropout.
         math_dtype: in which everything is computed.
         round_to: round P and dS to this dtype where a good kernel must; for `yardstick`.
+        aux: aux0, aux1, ..., the tensors of score_mod and mask_mod.
     """
     batch, heads, seqlen_q, _ = q.shape
     group, seqlen_k = heads // k.shape[1], k.shape[2]
     beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks)
-    rules = Structure.of(spec, seqlen_k, structure)
+    rules = Structure.of(spec, seqlen_k, structure_of(more))
     q, k, v = (x.to(math_dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
+    functions, place = Functions(spec, aux_of(more)), _places(batch, heads, rows, keys)
     at = (torch.arange(batch, device=q.device)[:, None, None, None], rows[:, None], keys)
     rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
     ahead, seen = keys - rows, beside.seen(visible(spec, rows, keys, rules, at))
+    seen = functions.seen(seen, *place)
     dirty = not bool(torch.isfinite(k).all() and torch.isfinite(v).all())
     if dirty:  # what stands in a key that a row does not see must not reach the row
         s = (q[:, :, :, None] * torch.where(seen[..., None], k[:, :, None], 0.0)).sum(-1)
@@ -264,6 +285,8 @@ def attention(
     if round_to is not None:
         s = rounded(s, None, round_to)
     s = beside.added_to(_capped(spec, s * scale_of(spec)), ahead)
+    s = functions.applied(s, *place)
+    seen = seen & (s != NEG_INF)
     p, lse = _softmax(s, seen, beside.sinks)
     keep = None
     if spec.has_dropout:
@@ -319,7 +342,7 @@ def yardstick(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | Tensor = 0,
-    **structure: Tensor | None,
+    **more: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The measure of a fair error: float32, rounded to `narrow` only where a good kernel must.
 
@@ -337,7 +360,7 @@ def yardstick(
         seed=seed,
         math_dtype=torch.float32,
         round_to=narrow,
-        **structure,
+        **more,
     )
     return rounded(out, narrow, narrow), lse
 
@@ -375,14 +398,15 @@ def sampled_rows(
     seed: int | Tensor = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
-    **structure: Tensor | None,
+    **more: Tensor | None,
 ) -> Rows:
     """The query rows `at` (n, 3: batch, head, row) alone, and their dq if `do` is given."""
     group, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     keys = torch.arange(seqlen_k, device=q.device)
     shift = alignment(spec, seqlen_q, seqlen_k)
     beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks).expand(*q.shape[:3], seqlen_k)
-    rules = Structure.of(spec, seqlen_k, structure)
+    rules = Structure.of(spec, seqlen_k, structure_of(more))
+    functions = Functions(spec, aux_of(more))
     outs, lses, dqs = [], [], []
     for b, h, i in at.tolist():
         row = q[b, h, i].detach().to(math_dtype).requires_grad_(do is not None)
@@ -391,8 +415,11 @@ def sampled_rows(
             s = rounded(s, None, round_to)
         ahead, here = keys - i - shift, beside[b, h, i]
         s = here.added_to(_capped(spec, s * scale_of(spec)), ahead)
+        place = (*at.new_tensor([b, h, i]).unbind(), keys)
+        s = functions.applied(s, *place)
         at_i = keys.new_tensor(i)
         seen = here.seen(visible(spec, at_i + shift, keys, rules, (b, at_i, keys)))
+        seen = functions.seen(seen, *place) & (s != NEG_INF)
         p, lse = _softmax(s, seen, here.sinks)
         keep = None
         if spec.has_dropout:
@@ -433,14 +460,15 @@ def sampled_keys(
     seed: int | Tensor = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
-    **structure: Tensor | None,
+    **more: Tensor | None,
 ) -> Keys:
     """dk and dv of the keys `at` (n, 3: batch, kv head, key), from the forward's out and lse."""
     group, seqlen_q, seqlen_k = q.shape[1] // k.shape[1], q.shape[2], k.shape[2]
     rows = torch.arange(seqlen_q, device=q.device)
     shift = alignment(spec, seqlen_q, seqlen_k)
     beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks).expand(*q.shape[:3], seqlen_k)
-    rules = Structure.of(spec, seqlen_k, structure)
+    rules = Structure.of(spec, seqlen_k, structure_of(more))
+    functions = Functions(spec, aux_of(more))
     dks, dvs = [], []
     for b, h_kv, j in at.tolist():
         heads = torch.arange(h_kv * group, (h_kv + 1) * group, device=q.device)
@@ -451,16 +479,24 @@ def sampled_keys(
         seen = here.seen(visible(spec, rows + shift, column, rules, (b, rows, column)))
         seen = seen & (lse[b, heads] != NEG_INF)
         s = _capped(spec, q_all @ key * scale_of(spec))
+        raw = here.added_to(s, ahead).detach().requires_grad_()
+        place = (at.new_tensor(b), heads[:, None], rows, at.new_tensor(j))
+        t = functions.applied(raw, *place)
+        seen = functions.seen(seen, *place) & (t != NEG_INF)
         total = lse[b, heads].to(math_dtype)
         if here.sinks is not None:
             total = torch.logaddexp(total, here.sinks.to(math_dtype))
-        p = torch.exp(torch.where(seen, here.added_to(s, ahead) - total, NEG_INF))
+        p = torch.exp(torch.where(seen, t.detach() - total, NEG_INF))
         weight = torch.ones_like(p)
         if spec.has_dropout:
             batch, column = at.new_tensor([b, j]).unbind()
             keep = philox_keep(seed, batch, heads[:, None], rows, column, spec.dropout_p)
             weight = _dropped(spec, weight, keep)
         ds = p * (weight * (do_all @ value) - (o_all * do_all).sum(-1))
+        if spec.score_mod is not None and t.requires_grad:
+            ds = torch.where(seen, torch.autograd.grad(t, raw, torch.where(seen, ds, 0.0))[0], 0.0)
+        elif spec.score_mod is not None:
+            ds = torch.zeros_like(ds)  # of a score_mod that forgets the score
         if spec.softcap is not None:
             ds = ds * (1 - (s / spec.softcap) ** 2)
         dvs.append(rounded(p * weight, round_to, None).flatten() @ do_all.flatten(0, 1))

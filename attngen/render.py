@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import re
 
 import jinja2
 
@@ -12,7 +13,7 @@ from attngen.config import BwdConfig, FwdConfig, KernelConfig
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.paths import data_dir
-from attngen.spec import AttentionSpec
+from attngen.spec import FUNCTIONS, AttentionSpec
 from attngen.workload import Direction
 
 TEXT_VERSION = "0.1"
@@ -39,12 +40,13 @@ def _named(parts: tuple[Part, ...], name: str, form: str = "{}", joined: str = "
 
 
 def _folded(line: str, indent: int, width: int = 88) -> str:
-    """A list without spaces, broken after commas where it would pass `width`."""
+    """A list, broken after commas, and functions in it after semicolons, where it would pass
+    `width`."""
     lines = [""]
-    for item in line.split(","):
-        if lines[-1] and len(lines[-1]) + len(item) > width:
+    for item in re.split("(?<=[,;])", f"{line},"):
+        if lines[-1] and len(lines[-1]) + len(item) > width + 1:
             lines.append("")
-        lines[-1] += f"{item},"
+        lines[-1] += item
     return f"\n{' ' * indent}".join(lines).removesuffix(",")
 
 
@@ -82,6 +84,7 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
+    traits += [name for name in FUNCTIONS if getattr(spec, name)]
     traits += ["dropout"] if spec.has_dropout else []
     traits += ["side outputs"] if spec.aux else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attngen.errors import UnsupportedSpecError
 from attngen.masks import MASK_FIELDS, placed_mask
 from attngen.memory import on_16_bytes
 from attngen.spec import AttentionSpec
@@ -34,6 +35,8 @@ def placed(
             found.append(on_16_bytes(x.float()).expand(batch, heads))
         elif name in MASK_FIELDS:
             found.append(placed_mask(name, x, batch))
+        elif name in spec.aux_args:
+            found.append(on_16_bytes(x))
         else:
             found.append(on_16_bytes(x.contiguous()))
     return found
@@ -45,6 +48,11 @@ class Sums:
     def __init__(self, spec: AttentionSpec, needs: Sequence[bool]) -> None:
         self.wanted = [n for n, need in zip(spec.gradient_args, needs, strict=True) if need]
         self.is_deterministic = bool(spec.deterministic)
+        self.aux = [name for name in self.wanted if name in spec.learnt_aux]
+        if self.aux and self.is_deterministic:
+            raise UnsupportedSpecError(
+                [f"the gradient of {x} is added in no fixed order: deterministic" for x in self.aux]
+            )
 
     def __contains__(self, name: str) -> bool:
         return name in self.wanted
@@ -53,6 +61,7 @@ class Sums:
     def names(self) -> tuple[str, ...]:
         """Buffers, as the keywords of plan() name them."""
         buffers = {"bias": "dbias", "alibi_slopes": "slope_sums"}
+        buffers |= {name: f"d{name}" for name in self.aux}
         return tuple(buffers[name] for name in self.wanted if name in buffers)
 
     def made(self, given: dict[str, Tensor | None], q: Tensor, k: Tensor) -> list[Tensor]:
@@ -73,6 +82,10 @@ class Sums:
             elif name == "alibi_slopes":
                 tiles = -(-k.shape[2] // SUM_KEYS)
                 found.append(q.new_zeros((batch, heads, tiles), dtype=torch.float32))
+            elif name in self.aux:
+                aux = given[name]
+                assert aux is not None
+                found.append(q.new_zeros(aux.shape, dtype=torch.float32))
         return found
 
     def gradients(
@@ -97,6 +110,8 @@ class Sums:
                     grad = grad[tuple(slice(0, size) for size in x.shape)]
             elif name == "alibi_slopes":
                 grad = at["slope_sums"].sum(2).sum_to_size(x.shape)
+            elif name in self.aux:
+                grad = at[f"d{name}"]
             else:
                 grad = _of_sinks(x.float(), out, lse, dout).sum_to_size(x.shape)
             found.append(grad.to(x.dtype))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError, UnsupportedSpecError, nearest
 from attngen.head_dim import MAX_HEAD_DIM, Part, split_head_dim
+from attngen.score_functions import Aux, Function, FunctionText, aux_parameters, read
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -40,11 +41,10 @@ DESCALES = ("q_descale", "k_descale", "v_descale")
 GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
 AUX = ("max_logit", "col_sum", "entropy")
 """Side outputs that kernels write beside lse, in the order of the op's results."""
+FUNCTIONS = ("score_mod", "mask_mod")
 
 # Fields of the public spec whose kernels are not built yet, with what each would bring.
 _NOT_BUILT = {
-    "score_mod": "score functions",
-    "mask_mod": "mask functions",
     "paged": "a paged KV cache",
     "block_map": "block maps",
 }
@@ -54,8 +54,8 @@ _NOT_BUILT = {
 class AttentionSpec:
     """What one attention computes; frozen and hashable.
 
-    `out = dropout(softmax(mask(softcap(softmax_scale * q @ k.T) + bias - slope * |i - j|))) @ v`,
-    per head.
+    `out = dropout(softmax(mask(score_mod(softcap(softmax_scale * q @ k.T) + bias - slope * |i -
+    j|)))) @ v`, per head.
 
     Args:
         head_dim: columns of q and k, 1 to 512 (above 256 where shared memory allows).
@@ -91,6 +91,17 @@ class AttentionSpec:
         attn_mask: calls take attn_mask, bool, of such a shape; False hides a key.
         sinks: calls take sinks (num_heads_q,) or (batch, num_heads_q), and a row's softmax
             denominator gains exp(sink); its lse does not.
+        score_mod: score_mod(score, b, h, q_idx, k_idx), as FlexAttention has it: what becomes of
+            each score after softcap, bias and ALiBi. Arguments are tensors of no dims: a float32
+            score, and int32 numbers of batch row, query head, query and key, counted in the whole
+            sequence (q_start, batch_start and the rest move them; bottom-right alignment does not).
+            It returns a float; -inf hides the key. The function is called once, here; the field
+            then holds what it computes as text, so that equal functions make equal specs, and such
+            a text is taken in its place. Python numbers become part of it. Tensors it reads, each
+            by one index a dim, are inputs: those seen here, unless a call has aux_tensors=. A
+            negative index counts from the end; one out of range reads the nearest entry.
+            Differentiable, floating tensors included. templates/README.md lists the operators.
+        mask_mod: mask_mod(b, h, q_idx, k_idx), likewise; returns a bool, and False hides the key.
         layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
         fp8_scale: what shares a scale of FP8 inputs: "tensor" all of it; "head" one key/value head
             of one batch row, with the query heads that read it; "block" 128 rows of that.
@@ -151,12 +162,19 @@ class AttentionSpec:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
         return AttentionSpec.parse, (self.key,)
 
+    def __copy__(self) -> AttentionSpec:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> AttentionSpec:
+        return self  # with the tensors of its functions, as functions are copied
+
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)  # the class is frozen
 
         for name in FIELDS:
-            put(name, plain(getattr(self, name)))
+            value = getattr(self, name)
+            put(name, function_text(name, value) if name in FUNCTIONS else plain(value))
         put("dtype", str(self.dtype).removeprefix("torch."))
         if self.head_dim_v is None:
             put("head_dim_v", self.head_dim)
@@ -177,6 +195,7 @@ class AttentionSpec:
         if self.is_fp8:
             named = {"attn_mask": self.attn_mask, "bias": self.bias, "alibi": self.alibi}
             named["sinks"] = self.sinks
+            named |= {name: getattr(self, name) is not None for name in FUNCTIONS}
             reasons += [
                 f"{name} with FP8 inputs is not built yet; dequantise them and use bfloat16"
                 for name, is_on in named.items()
@@ -186,9 +205,10 @@ class AttentionSpec:
             reasons.append(
                 "aux=col_sum with FP8 inputs is not built yet; dequantise them and use bfloat16"
             )
-        if self.has_masks and "col_sum" in self.aux:
+        if (self.has_masks or self.has_functions) and "col_sum" in self.aux:
             reasons.append(
-                "aux=col_sum under prefix_lm, documents or tree_mask is not built yet; use attn_mask"
+                "aux=col_sum under prefix_lm, documents, tree_mask, score_mod or mask_mod is not "
+                "built yet; say it by attn_mask and bias"
             )
         if self.layout == "thd":
             reasons.append('layout="thd" (packed sequences) is not built yet')
@@ -261,17 +281,126 @@ class AttentionSpec:
     @property
     def places_rows(self) -> bool:
         """A kernel must know where its rows stand in the whole sequence."""
-        return self.aligns_rows or self.has_dropout
+        return self.aligns_rows or self.places_heads
+
+    @property
+    def places_heads(self) -> bool:
+        """A kernel must know which head of which batch row it computes."""
+        return self.has_dropout or self.has_functions
+
+    @property
+    def has_functions(self) -> bool:
+        """Something is computed of each score, or of where it stands."""
+        return self.score_mod is not None or self.mask_mod is not None
+
+    @property
+    def score_function(self) -> Function | None:
+        """`score_mod`, read."""
+        return None if self.score_mod is None else read("score_mod", str(self.score_mod))
+
+    @property
+    def mask_function(self) -> Function | None:
+        """`mask_mod`, read."""
+        return None if self.mask_mod is None else read("mask_mod", str(self.mask_mod))
+
+    @property
+    def aux(self) -> tuple[Aux, ...]:
+        """The tensors that functions read: score_mod's, then mask_mod's."""
+        functions = (self.score_function, self.mask_function)
+        return tuple(aux for each in functions if each is not None for aux in each.aux)
+
+    @property
+    def captured(self) -> tuple[Any, ...] | None:
+        """The tensors that functions brought along when this spec was made, in the order of `aux`;
+        None if it was read from a text."""
+        found: list[Any] = []
+        for text, each in (
+            (self.score_mod, self.score_function),
+            (self.mask_mod, self.mask_function),
+        ):
+            if each is not None and each.aux:
+                found += getattr(text, "tensors", ())
+        return tuple(found) if len(found) == len(self.aux) else None
+
+    @property
+    def aux_args(self) -> tuple[str, ...]:
+        """Names of those tensors among `tensor_args`."""
+        return tuple(f"aux{n}" for n in range(len(self.aux)))
+
+    @property
+    def aux_parameters(self) -> tuple[str, ...]:
+        """What printed kernels take for those tensors."""
+        return aux_parameters(self.aux)
+
+    @property
+    def score_parameters(self) -> tuple[str, ...]:
+        """Those of score_mod."""
+        return () if self.score_function is None else aux_parameters(self.score_function.aux)
+
+    @property
+    def mask_parameters(self) -> tuple[str, ...]:
+        """Those of mask_mod."""
+        return self.aux_parameters[len(self.score_parameters) :]
+
+    @property
+    def aux_run_time(self) -> tuple[str, ...]:
+        """Those of `aux_parameters` whose values compile nothing: all but pointers and last
+        strides."""
+        last = {f"aux{n}_stride{each.dims - 1}" for n, each in enumerate(self.aux)}
+        return tuple(x for x in self.aux_parameters if not x.endswith("_ptr") and x not in last)
+
+    def function_helpers(self, direction: Direction) -> frozenset[str]:
+        """What printed functions call."""
+        functions = (self.score_function, self.mask_function)
+        found = (each.helpers(direction) for each in functions if each is not None)
+        return frozenset().union(*found)
+
+    @property
+    def score_tensors(self) -> tuple[str, ...]:
+        """The names in `aux_args` of score_mod's tensors."""
+        return self.aux_args[: len(self.score_function.aux) if self.score_function else 0]
+
+    @property
+    def mask_tensors(self) -> tuple[str, ...]:
+        """Those of mask_mod's."""
+        return self.aux_args[len(self.score_tensors) :]
+
+    @property
+    def aux_examples(self) -> tuple[str, ...]:
+        """A random tensor for each, as printed files make it."""
+        functions = (self.score_function, self.mask_function)
+        return tuple(f.example(n) for f in functions if f is not None for n in range(len(f.aux)))
+
+    @property
+    def learnt_aux(self) -> tuple[str, ...]:
+        """Names of the tensors of score_mod that have a gradient."""
+        function = self.score_function
+        return () if function is None else tuple(f"aux{n}" for n in function.learnt)
+
+    @property
+    def has_score_entries(self) -> bool:
+        """Something with an entry for each score is read: a mask or a bias."""
+        return self.attn_mask or self.bias
 
     @property
     def has_score_tiles(self) -> bool:
-        """Something with an entry for each score is read: a mask or a bias."""
-        return self.attn_mask or self.bias
+        """Any score of any tile may be hidden, by a mask, a bias or a function."""
+        return self.has_score_entries or self.has_functions
 
     @property
     def has_score_terms(self) -> bool:
         """Something stands between a score and the softmax."""
         return self.has_score_tiles or self.alibi
+
+    @property
+    def has_head_terms(self) -> bool:
+        """Kernels work something out for each head that such terms need."""
+        return self.has_score_entries or self.alibi or (self.has_functions and not self.has_dropout)
+
+    @property
+    def has_term_parameters(self) -> bool:
+        """Kernels have parameters for such terms alone."""
+        return self.has_head_terms or self.adds_to_scores or bool(self.aux)
 
     @property
     def hides_keys(self) -> bool:
@@ -280,8 +409,8 @@ class AttentionSpec:
 
     @property
     def adds_to_scores(self) -> bool:
-        """Something is added to scores after the softcap."""
-        return self.bias or self.alibi
+        """Something is added to scores, or made of them, after the softcap."""
+        return self.bias or self.alibi or self.score_mod is not None
 
     @property
     def has_dropout(self) -> bool:
@@ -376,12 +505,13 @@ class AttentionSpec:
             "tree_mask": self.tree_mask,
         }
         names = tuple(name for name, is_given in given.items() if is_given)
-        return names + (DESCALES if self.is_fp8 else ())
+        return names + self.aux_args + (DESCALES if self.is_fp8 else ())
 
     @property
     def gradient_args(self) -> tuple[str, ...]:
         """Those of `tensor_args` that have a gradient, in order."""
-        return tuple(name for name in self.tensor_args if name in GRADIENT_ARGS)
+        learnt = (*GRADIENT_ARGS, *self.learnt_aux)
+        return tuple(name for name in self.tensor_args if name in learnt)
 
     @property
     def scalar_args(self) -> tuple[str, ...]:
@@ -405,7 +535,7 @@ class AttentionSpec:
         names += ["q_start", "q_step", "k_start", "k_step"] if self.places_rows else []
         if self.aligns_rows:
             names += ["bottom_right", "seqlen_q_total", "seqlen_k_total"]
-        names += ["batch_start", "head_start"] if self.has_dropout else []
+        names += ["batch_start", "head_start"] if self.places_heads else []
         return tuple(names)
 
     @property
@@ -425,6 +555,8 @@ class AttentionSpec:
             softmax_scale=None,
             softcap=1.0 if self.has_softcap else None,
             chunk=1 if self.has_chunk else None,
+            score_mod=self.score_mod and str(self.score_mod),
+            mask_mod=self.mask_mod and str(self.mask_mod),
             layout="bhsd",
             precision=self.precision if self.dtype == "float32" else "ieee",
             deterministic=bool(self.deterministic),
@@ -553,13 +685,23 @@ def _validate(spec: AttentionSpec) -> None:
             "tree_mask=True needs rows of q and k that are aligned at their ends, where the tree "
             "is, got causal='top_left'; use causal=True"
         )
-    for name in ("score_mod", "mask_mod"):
-        value = getattr(spec, name)
-        if value is not None and not callable(value):
-            raise SpecError(f"{name} must be None or a function, got {shown(value)}")
     for name, field in FIELDS.items():
         if field.type == "bool":
             flag(name, getattr(spec, name))
+
+
+def function_text(name: str, value: Any) -> Any:
+    """A function as its canonical text, with the tensors it brought along."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        text = read(name, str(value)).text
+        return FunctionText(text, value.tensors) if isinstance(value, FunctionText) else text
+    if not callable(value):
+        raise SpecError(f"{name} must be None or a function, got {shown(value)}")
+    from attngen.score_capture import capture  # torch, which only functions need
+
+    return capture(name, value)
 
 
 def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:
@@ -614,6 +756,8 @@ def _format(spec: AttentionSpec, *, forget: bool = False) -> str:
 
 
 def _parse_value(name: str, text: str) -> Any:
+    if name in FUNCTIONS:
+        return None if text.lower() in ("none", "") else text
     if name == "window":
         if text.lower() == "none":
             return None

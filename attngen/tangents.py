@@ -211,9 +211,12 @@ def _check_tangents(spec: AttentionSpec, given: dict[str, tuple[Tensor, Tensor |
         raise UnsupportedSpecError(
             ["forward-mode derivatives of FP8 inputs are not built; dequantise them"]
         )
-    if spec.has_masks:
+    if spec.has_masks or spec.has_functions:
         raise UnsupportedSpecError(
-            ["forward-mode derivatives under prefixes, documents or trees are not built; use attn_mask"]
+            [
+                "forward-mode derivatives under prefix_lm, documents, tree_mask, score_mod and "
+                "mask_mod are not built; say it by attn_mask and bias"
+            ]
         )
     for name, (x, tangent) in given.items():
         if tangent is None:

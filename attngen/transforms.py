@@ -96,6 +96,7 @@ def _fold_extra(
 ) -> list[Any]:
     """The optional tensors of the folded batch; `wanted` ones get a gradient a sample."""
     spec = parsed(text_key)
+    _check_functions(spec, wanted)
     each = zip(spec.tensor_args, extra, dims or (None,) * len(extra), strict=True)
     return [
         _fold_scores(x, dim, size, batch, name in wanted)
@@ -114,9 +115,27 @@ def _fold_scores(x: Tensor, dim: int | None, size: int, batch: int, needed: bool
     return x.expand(size, batch, *x.shape[2:]).flatten(0, 1)
 
 
+def _check_functions(spec: AttentionSpec, wanted: Sequence[str]) -> None:
+    """Batch rows get other numbers, and samples share what functions read."""
+    for each in (spec.score_function, spec.mask_function):
+        if each is not None and "b" in each.inputs:
+            raise SpecError(
+                f"vmap is not offered where {each.name} reads b, the batch row: samples are folded "
+                "into the batch; make the batch dim itself that of the samples"
+            )
+    if any(name in spec.aux_args for name in wanted):
+        raise SpecError(
+            "vmap is not offered for gradients of aux_tensors, which samples share; detach them"
+        )
+
+
 def _fold_one(spec: AttentionSpec, name: str, x: Any, dim: int | None, size: int) -> Any:
     if name == "prefix_lens" or (name in DESCALES and spec.fp8_scale != "tensor"):
         return _fold(x, dim, size)
+    if dim is not None and name in spec.aux_args:
+        raise SpecError(
+            "vmap over aux_tensors is not offered; give them a dim for the samples, and index it"
+        )
     if dim is not None and name in DESCALES:
         raise SpecError(
             f"vmap over {name} is not offered with fp8_scale='tensor', one scale for all; quantise "

@@ -17,6 +17,7 @@ from attngen import reference
 from attngen.api import compile
 from attngen.fp8 import quantize, spread
 from attngen.mask_rules import made
+from attngen.score_reference import example_aux
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Direction, Workload
 
@@ -86,6 +87,10 @@ def _verify(
 ) -> Iterator[Check]:
     given = _inputs(spec, workload, device)
     backward = "bwd" in directions
+    is_deterministic = spec.deterministic or (
+        spec.deterministic is None and torch.are_deterministic_algorithms_enabled()
+    )
+    learnt = [n for n in spec.gradient_args if not (is_deterministic and n in spec.learnt_aux)]
 
     def results(kind: Kind) -> list[Tensor]:
         is_exact = kind == "oracle"
@@ -97,7 +102,7 @@ def _verify(
             leaf.grad_dtype = wide
         q, k, v = leaves
         beside: dict[str, Any] = dict(given.beside)
-        for name in spec.gradient_args:
+        for name in learnt:
             own = beside[name]
             leaf = own.to(torch.float64 if is_exact else own.dtype, copy=True)
             beside[name] = leaf.requires_grad_(backward)
@@ -109,7 +114,8 @@ def _verify(
         return found
 
     kinds = (results(kind) for kind in get_args(Kind))
-    named = [*RESULTS, *((GRADIENTS[name], "bwd") for name in spec.gradient_args)]
+    named: list[tuple[str, Direction]] = [*RESULTS]
+    named += [(GRADIENTS.get(name, f"d{name}"), "bwd") for name in learnt]
     for (name, direction), actual, wanted, yard in zip(named, *kinds, strict=False):
         if direction in directions:
             # gradients of float32 slopes and sinks come of results in the spec's dtype
@@ -141,6 +147,8 @@ def _attend(
         narrow = None if q.dtype == torch.float32 else q.dtype
         return reference.yardstick(spec, q, k, v, narrow, **beside, seed=SEED)
     tensors: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
+    if spec.has_functions:
+        tensors["aux_tensors"] = tuple(tensors.pop(name) for name in spec.aux_args)
     out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **tensors)
     return out, lse
 
@@ -181,6 +189,8 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
         beside["alibi_slopes"] = 2 ** (-8 / heads_q * nth)
     if spec.sinks:
         beside["sinks"] = normal(heads_q).float()
+    aux = example_aux(spec, workload, "cpu", generator)
+    beside |= {name: x.to(device) for name, x in aux.items()}
     if spec.fp8_scale is None:
         return _Inputs(q, k, v, dout, dlse, beside)
     q, k, v, *descales = quantize(q, k, v, dtype=spec.dtype, scale=spec.fp8_scale)

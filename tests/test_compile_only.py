@@ -42,6 +42,13 @@ SPECS = {
     "documents-causal": {"documents": True, "causal": True, "attn_mask": True},
     "prefix-tree": {"prefix_lm": True, "tree_mask": True, "causal": True, "chunk": 512},
     "tree": {"tree_mask": True, "documents": True, "alibi": True},
+    "functions": {
+        "score_mod": "aux0:float2;t0:sub q k;t1:index aux0 h t0;t2:tanh score;t3:max t2 -0.5;"
+        "t4:mod t3 0.7;t5:add t4 t1;t6:floordiv q 3;t7:eq t6 k;where t7 -inf t5",
+        "mask_mod": "aux0:long2;aux1:bool1;t0:index aux0 b q;t1:index aux0 b k;t2:eq t0 t1;"
+        "t3:index aux1 h;t4:not t3;or t2 t4",
+        "dropout_p": 0.1,
+    },
     "float32": {"dtype": "float32", "head_dim": 32, "causal": True},
     "e5m2-block": {"dtype": "float8_e5m2", "fp8_scale": "block", "causal": True},
 }

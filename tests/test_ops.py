@@ -675,8 +675,6 @@ def test_option_is_honoured(path: str, options: dict[str, Any]) -> None:
 
 
 UNBUILT_FIELDS: dict[str, Any] = {
-    "score_mod": lambda *x: x[0],
-    "mask_mod": lambda *x: True,
     "paged": True,
     "block_map": True,
     "layout": "thd",
@@ -696,7 +694,6 @@ UNBUILT_TENSORS = [
     "seqused_k",
     "block_table",
     "block_map",
-    "aux_tensors",
 ]
 
 

@@ -33,6 +33,9 @@ FWD_TMA = FwdConfig(tiles="descriptor", block_m=128, block_n=128, num_warps=8, n
 BWD = BwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
 BWD_ATOMIC = BwdConfig(dq="atomic", block_m=64, block_n=128, num_warps=8, num_stages=2)
 
+RELATIVE = "aux0:float2;t0:sub q k;t1:add t0 511;t2:index aux0 h t1;add score t2"
+DOCUMENTS = "aux0:long2;t0:index aux0 b q;t1:index aux0 b k;eq t0 t1"
+
 # Each adds one feature to the base, so that a diff of two neighbours is that feature.
 NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_base": ({}, FWD),
@@ -53,12 +56,15 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_documents": ({"documents": True}, FWD),
     "fwd_prefix": ({"causal": True, "prefix_lm": True}, FWD),
     "fwd_tree": ({"causal": True, "tree_mask": True}, FWD),
+    "fwd_score_mod": ({"score_mod": RELATIVE}, FWD),
+    "fwd_mask_mod": ({"mask_mod": DOCUMENTS}, FWD),
     "bwd_base": ({}, BWD),
     "bwd_bias": ({"bias": True}, BWD),
     "bwd_alibi": ({"alibi": True}, BWD),
     "bwd_sinks": ({"sinks": True}, BWD),
     "bwd_documents": ({"causal": True, "documents": True}, BWD),
     "bwd_tree": ({"tree_mask": True}, BWD_ATOMIC),
+    "bwd_score_mod": ({"score_mod": RELATIVE}, BWD),
     "bwd_atomic": ({}, BWD_ATOMIC),
     "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
     "fwd_hopper": ({"causal": True}, HopperFwdConfig(turns=True, q_buffers=2)),
@@ -116,7 +122,9 @@ TERMS_MATRIX = [
     for scores, mask, rest in itertools.product(
         ({"bias": True}, {"attn_mask": True}, {"alibi": True}, {"sinks": True},
          {"bias": True, "alibi": True}, {"bias": True, "attn_mask": True, "sinks": True},
-         {"bias": True, "attn_mask": True, "alibi": True, "sinks": True}),
+         {"bias": True, "attn_mask": True, "alibi": True, "sinks": True},
+         {"score_mod": RELATIVE}, {"mask_mod": DOCUMENTS}, {"mask_mod": "le k q"},
+         {"score_mod": RELATIVE, "mask_mod": DOCUMENTS, "bias": True, "sinks": True}),
         ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}, {"chunk": 7}),
         ({}, {"dropout_p": 0.1, "softcap": 9.0}, {"dtype": "float32", "softcap": 9.0}),
     )

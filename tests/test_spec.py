@@ -174,6 +174,8 @@ CHANGES: list[tuple[str, Any, bool]] = [
     ("sinks", True, True),
     ("documents", True, True),
     ("tree_mask", True, True),
+    ("score_mod", "mul score 2", True),
+    ("mask_mod", "ge q k", True),
 ]
 
 
@@ -191,7 +193,7 @@ def test_text_key_changes_only_with_what_the_text_may_see(
 
 def test_every_built_field_is_among_the_changes() -> None:
     """A new field must say whether the text sees it."""
-    unbuilt = {"score_mod", "mask_mod", "paged", "block_map"}
+    unbuilt = {"paged", "block_map"}
     with_dtype = {"fp8_scale"}  # cannot change alone: test_fp8_attention
     with_causal = {"prefix_lm"}  # nor this: test_structured_masks
     assert {field for field, *_ in CHANGES} == set(FIELDS) - unbuilt - with_dtype - with_causal

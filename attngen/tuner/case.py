@@ -19,6 +19,7 @@ from attngen.fp8 import quantize, spread
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
 from attngen.reference import alignment, scale_of
+from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
@@ -60,6 +61,8 @@ class Case:
     slope_sums: Tensor | None = None
     sides: tuple[Tensor, ...] = ()
     """What the forward writes for the spec's side outputs."""
+    daux: dict[str, Tensor] = field(default_factory=dict)
+    """Sums of the gradients of aux tensors, by the names of these."""
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -93,7 +96,7 @@ class Case:
         heads = (sizes.batch, sizes.num_heads_q)
         scores = (*heads, sizes.seqlen_q, sizes.seqlen_k)
         for name, tensor in self.beside.items():
-            if name in NAMES:
+            if name in NAMES or name in spec.aux_args:
                 named[name] = tensor
             else:
                 named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
@@ -101,7 +104,7 @@ class Case:
             named["dbias"] = self.dbias.expand(scores)
         if self.slope_sums is not None:
             named["slope_sums"] = self.slope_sums
-        return named
+        return named | {f"d{name}": each for name, each in self.daux.items()}
 
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
@@ -123,7 +126,7 @@ class Case:
             named["dbias"] = self.dbias
         if self.slope_sums is not None:
             named["dslopes"] = self.slope_sums.sum(2)
-        return named
+        return named | {f"d{name}": each for name, each in self.daux.items()}
 
     def spoil(self, config: KernelConfig) -> None:
         """Fill what the kernel must write with NaN, so that stale results pass no check, and what
@@ -131,7 +134,8 @@ class Case:
         written = [self.out, self.lse, self.v_t, *self.sides]
         if config.direction == "bwd":
             written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
-        for tensors, value in ((written, float("nan")), ([self.dbias, self.slope_sums], 0.0)):
+        sums = [self.dbias, self.slope_sums, *self.daux.values()]
+        for tensors, value in ((written, float("nan")), (sums, 0.0)):
             for tensor in tensors:
                 if tensor is not None:
                     tensor.fill_(value)
@@ -197,6 +201,9 @@ def make(
         named["dbias"] = numbers(*beside["bias"].shape)
     if backward and learns_scores and spec.alibi:
         named["slope_sums"] = numbers(batch, heads, -(-keys // SUM_KEYS))
+    daux = {}
+    if backward and learns_scores and not spec.deterministic:
+        daux = {name: numbers(*beside[name].shape) for name in spec.learnt_aux}
     q, k, v = filled(heads, rows, dim), filled(heads_kv, keys, dim), filled(heads_kv, keys, dim_v)
     descales: tuple[Tensor, ...] = ()
     if spec.is_fp8:
@@ -219,6 +226,7 @@ def make(
         beside=beside,
         doc_tiles=tiles,
         sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
+        daux=daux,
         **named,
     )
 
@@ -253,7 +261,7 @@ def beside_of(
         found["alibi_slopes"] = (2 ** (-8 / heads[1] * nth)).repeat(heads[0], 1)
     if spec.sinks:
         found["sinks"] = normal(heads, torch.float32)
-    return found
+    return found | example_aux(spec, sizes, device, generator)
 
 
 def _quantized(spec: AttentionSpec, *inputs: Tensor) -> tuple[list[Tensor], tuple[Tensor, ...]]:

@@ -139,6 +139,8 @@ def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         leaves["dbias"] = beside["bias"] = leaf(each.beside["bias"])
     if each.slope_sums is not None:
         leaves["dslopes"] = beside["alibi_slopes"] = leaf(each.beside["alibi_slopes"])
+    for name in each.daux:
+        leaves[f"d{name}"] = beside[name] = leaf(each.beside[name])
     if dtype == torch.float64:
         out, lse = reference.attention(each.spec, q, k, v, **beside, seed=each.seed)
     else:

@@ -1,0 +1,490 @@
+"""From a Python score_mod or mask_mod to its text: it is called once, on 0-d meta tensors.
+
+A dispatch mode sees each operator as PyTorch runs it and writes it down; tensors that the function
+brings along are replaced by stand-ins when they are first used, and become aux0, aux1, ... What is
+not written as operators of `score_ops` is an error that names the operator and its function.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, resolve_name
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
+
+from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.score_functions import (
+    INPUTS,
+    MAX_DIMS,
+    RESULTS,
+    Aux,
+    Builder,
+    Function,
+    FunctionText,
+    function,
+)
+from attngen.score_ops import KINDS, OPS, Operand, is_constant, known
+from attngen.values import shown
+
+KIND_OF = {
+    torch.bool: "bool",
+    torch.uint8: "int",
+    torch.int8: "int",
+    torch.int16: "int",
+    torch.int32: "int",
+    torch.int64: "long",
+    torch.float16: "float",
+    torch.bfloat16: "float",
+    torch.float32: "float",
+}
+"""The kind of a tensor that a function reads."""
+_DTYPES = {
+    "bool": torch.bool,
+    "int": torch.int32,
+    "long": torch.int64,
+    "float": torch.float32,
+}
+_COMPUTED = {dtype: kind for kind, dtype in _DTYPES.items()}
+_SIGNATURES = {
+    "score_mod": "score_mod(score, b, h, q_idx, k_idx)",
+    "mask_mod": "mask_mod(b, h, q_idx, k_idx)",
+}
+_SAME = (
+    *("view", "_unsafe_view", "reshape", "expand", "squeeze", "unsqueeze", "clone", "detach"),
+    *("alias", "lift_fresh", "lift_fresh_copy", "permute", "contiguous", "to", "positive"),
+)
+
+
+class _Entry(NamedTuple):
+    """A tensor that the function brought, indexed so far."""
+
+    aux: int
+    indices: tuple[Operand, ...]
+
+
+class _Refused(SpecError):
+    """Already says all."""
+
+
+def capture(name: str, fn: Callable[..., Any]) -> FunctionText:
+    """The canonical text of a function, with the tensors that it reads.
+
+    Raises:
+        SpecError: its arguments or its result are not as FlexAttention has them, or it asks for the
+            values of tensors.
+        UnsupportedSpecError: it uses an operator that kernels do not have.
+    """
+    made, tensors = _traced(name, fn)
+    return FunctionText(made.text, tensors)
+
+
+def _traced(name: str, fn: Callable[..., Any]) -> tuple[Function, tuple[Tensor, ...]]:
+    who = f"{name} {getattr(fn, '__qualname__', None) or type(fn).__qualname__}"
+    count = len(INPUTS[name])
+    try:
+        inspect.signature(fn).bind(*range(count))
+    except (TypeError, ValueError) as error:
+        raise SpecError(f"{who} must take {_SIGNATURES[name]}; {error}") from None
+    tracer = _Tracer(who)
+    inputs = []
+    for given in INPUTS[name]:
+        kind = torch.float32 if given == "score" else torch.int32
+        inputs.append(tracer.value(torch.empty((), dtype=kind, device="meta"), given))
+    try:
+        with torch.no_grad(), _Stand(tracer), tracer:
+            result = fn(*inputs)
+    except SpecError:
+        raise
+    except Exception as error:
+        line = " ".join(str(error).split())
+        raise SpecError(
+            f"{who} cannot be read: {type(error).__name__}: {line[:300]}; it is called once, on "
+            "0-d tensors without values"
+        ) from error
+    wanted = {"float": "a floating", "bool": "a bool"}[RESULTS[name]]
+    must = f"{who} must return {wanted} tensor of no dims"
+    if not isinstance(result, Tensor):
+        raise SpecError(f"{must}, got {shown(result)}")
+    operand = tracer.operand_of(result, must)
+    found = _COMPUTED.get(result.dtype, str(result.dtype))
+    if found != RESULTS[name]:
+        step = "cast it with .to(score.dtype)" if name == "score_mod" else "write a comparison"
+        raise SpecError(f"{must}, got {result.dtype}; {step}")
+    return _function(name, tracer, operand)
+
+
+def _function(name: str, tracer: _Tracer, result: Operand) -> tuple[Function, tuple[Tensor, ...]]:
+    """The function without the tensors that its result does not need."""
+    made = function(name, tracer.builder, result)
+    used = {int(node.args[0][3:]) for node in made.nodes if node.op == "index"}
+    kept = sorted(used)
+    renamed = {f"aux{old}": f"aux{new}" for new, old in enumerate(kept)}
+    nodes = tuple(
+        node._replace(args=(renamed[node.args[0]], *node.args[1:])) if node.op == "index" else node
+        for node in made.nodes
+    )
+    aux = tuple(made.aux[n] for n in kept)
+    tensors = tuple(tracer.tensors[n] for n in kept)
+    return Function(name, aux, nodes, made.result), tensors
+
+
+class _Stand(TorchFunctionMode):
+    """Puts stand-ins where the function uses tensors of its own, and reads x[i] one index at a
+    time."""
+
+    def __init__(self, tracer: _Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map(self.tracer.stand_in, (args, kwargs or {}))
+        if func is Tensor.__getitem__:
+            x, at = args
+            items = at if isinstance(at, tuple) else (at,)
+            if items and all(map(_is_index, items)):
+                for item in items:
+                    is_number = isinstance(item, int)
+                    x = x.select(0, item) if is_number else torch.ops.aten.index.Tensor(x, [item])
+                return x
+            what = "x[i] with more than ints and 0-d int tensors"
+            raise self.tracer.unsupported(what, "only single entries are read")
+        if func is Tensor.__setitem__:
+            raise self.tracer.unsupported("x[i] = y")
+        self.tracer.called = _name_of(func)
+        return func(*args, **kwargs)
+
+
+def _is_index(item: Any) -> bool:
+    if isinstance(item, Tensor):
+        return item.dim() == 0 and not item.is_floating_point() and item.dtype != torch.bool
+    return isinstance(item, int) and not isinstance(item, bool)
+
+
+def _name_of(func: Any) -> str:
+    return str(resolve_name(func) or getattr(func, "__name__", func))
+
+
+class _Tracer(TorchDispatchMode):
+    """Writes operators down as they run on meta tensors."""
+
+    def __init__(self, who: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch types none
+        self.who = who
+        self.builder = Builder()
+        self.tensors: list[Tensor] = []
+        self.values: dict[int, Any] = {}
+        self.called = ""
+        self._stands: dict[int, Tensor] = {}
+        self._alive: list[Tensor] = []
+
+    # ---- tensors and what they stand for -------------------------------------------------------
+
+    def value(self, x: Tensor, operand: Any) -> Tensor:
+        """x, from now on known as `operand`."""
+        self._alive.append(x)  # or its id would be another's
+        self.values[id(x)] = operand
+        return x
+
+    def stand_in(self, x: Any) -> Any:
+        """A meta tensor for one that the function brings along; all else as it is."""
+        if not isinstance(x, Tensor) or id(x) in self.values:
+            return x
+        if id(x) not in self._stands:
+            if x.dtype not in KIND_OF:
+                raise SpecError(
+                    f"{self.who} reads a tensor of {x.dtype}; cast it to float32, float16, "
+                    "bfloat16, int64, int32 or bool outside the function"
+                )
+            if x.dim() > MAX_DIMS or x.layout is not torch.strided or x.is_nested:
+                raise SpecError(
+                    f"{self.who} reads a tensor of {x.dim()} dims and layout {x.layout}; make it "
+                    f"dense, of {MAX_DIMS} dims at most"
+                )
+            kind = KIND_OF[x.dtype]
+            with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunction():
+                stand = torch.empty(tuple(x.shape), dtype=_DTYPES[kind], device="meta")
+            self._stands[id(x)] = self.value(stand, _Entry(len(self.tensors), ()))
+            self._alive.append(x)
+            self.tensors.append(x)
+            self.builder.aux.append(Aux(kind, x.dim()))
+        return self._stands[id(x)]
+
+    def operand_of(self, x: Any, must: str) -> Operand:
+        """What a 0-d tensor or a number is in a statement."""
+        if not isinstance(x, Tensor):
+            if isinstance(x, (bool, int, float)):
+                return x
+            raise self.unsupported(self.called, f"an operand is {shown(x)}")
+        if x.dim() != 0:
+            raise SpecError(f"{must}, got shape {tuple(x.shape)}")
+        if id(x) not in self.values:
+            raise self.unsupported(self.called, "it makes a tensor of its own")
+        found = self.values[id(x)]
+        return self.builder.index(found.aux, found.indices) if isinstance(found, _Entry) else found
+
+    def unsupported(self, what: str, why: str = "kernels do not have it") -> UnsupportedSpecError:
+        return UnsupportedSpecError(
+            [f"{self.who} uses {what}, but {why}; operators on 0-d tensors are {', '.join(known())}"]
+        )
+
+    # ---- operators -----------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        name = func._schema.name.partition("::")[2]
+        if name in ("_local_scalar_dense", "item", "is_nonzero", "equal"):
+            raise SpecError(
+                f"{self.who} asks for the value of a tensor (if, while, and, or, not, int(), "
+                "float() or .item()), but it is read without values; write torch.where(condition, "
+                "x, y), and &, | and ~ between conditions"
+            )
+        if not func._schema.name.startswith(("aten::", "prims::")):
+            raise self.unsupported(func._schema.name)
+        tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        for x in args:
+            if isinstance(x, (list, tuple)):
+                tensors += [y for y in x if isinstance(y, Tensor)]
+        is_literal = name.startswith("lift_fresh") and id(args[0]) not in self.values
+        if is_literal or all(is_constant(self.values.get(id(x))) for x in tensors):
+            return self._constant(func, name, args, kwargs)
+        out = func(*tree_map(_as_meta, args), **{**kwargs, **_ON_META(func)})
+        if not isinstance(out, Tensor):
+            raise self.unsupported(f"aten.{name}")
+        if name in ("index", "select"):
+            return self._indexed(name, args, out)
+        is_new = not name.endswith("_")
+        base = name.removesuffix("_")
+        if base in _SAME and isinstance(args[0], Tensor):
+            entry = self.values.get(id(args[0]))
+            if out.dim() == args[0].dim() == 0 or (
+                out.dim() == 0 and not isinstance(entry, _Entry)
+            ):
+                return self.value(out, entry)
+            if out.shape == args[0].shape and base in ("clone", "detach", "alias", "contiguous"):
+                return self.value(out, entry)
+            raise self._dims(name, args[0])
+        for x in tensors:
+            if x.dim() != 0:
+                raise self._dims(name, x)
+        if not is_new and isinstance(self.values.get(id(args[0])), _Entry):
+            raise self.unsupported(f"aten.{name}", "it writes to a tensor that it reads")
+        operand = self._operator(base, func, args, kwargs, out)
+        if not is_new:
+            self.values[id(args[0])] = operand
+            return args[0]
+        return self.value(out, operand)
+
+    def _dims(self, name: str, x: Tensor) -> UnsupportedSpecError:
+        return self.unsupported(
+            f"aten.{name} on a tensor of {x.dim()} dims",
+            "only single entries are read: index each dim, as in table[h, q_idx]",
+        )
+
+    def _constant(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """What depends on no input is computed at once."""
+        if name.removesuffix("_") in _RANDOM:
+            raise self.unsupported(f"aten.{name}", "it is random")
+        if "device" in kwargs or _ON_META(func):
+            kwargs["device"] = torch.device("cpu")
+        out = func(*tree_map(self._as_number, args), **kwargs)
+        if not isinstance(out, Tensor) or out.dim() != 0:
+            raise self.unsupported(f"aten.{name}", "it makes a tensor that is no single number")
+        return self.value(out, out.item())
+
+    def _as_number(self, x: Any) -> Any:
+        """A constant on the CPU, with its value."""
+        if isinstance(x, Tensor) and x.is_meta:
+            return torch.tensor(self.values[id(x)], dtype=x.dtype, device="cpu")
+        return x
+
+    def _indexed(self, name: str, args: Any, out: Tensor) -> Tensor:
+        x = args[0]
+        entry = self.values.get(id(x))
+        if not isinstance(entry, _Entry):
+            raise self.unsupported(f"aten.{name}", "it indexes a computed tensor")
+        if name == "select":
+            if args[1] not in (0, -x.dim()):
+                raise self._dims(name, x)
+            return self.value(out, _Entry(entry.aux, (*entry.indices, int(args[2]))))
+        items = args[1]
+        if any(y is None or y.dim() != 0 or y.dtype == torch.bool for y in items):
+            raise self._dims(name, x)
+        at = tuple(self.operand_of(y, f"{self.who}: an index must have no dims") for y in items)
+        return self.value(out, _Entry(entry.aux, (*entry.indices, *at)))
+
+    def _operator(
+        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor
+    ) -> Operand:
+        """The value of an operator of 0-d tensors."""
+        given = [
+            self.operand_of(x, f"{self.who}: operands must have no dims")
+            if isinstance(x, (Tensor, bool, int, float))
+            else x
+            for x in args
+        ]
+        kind = _COMPUTED.get(out.dtype)
+        if kind is None:
+            raise self.unsupported(
+                f"{out.dtype}", "kernels compute in float32, int32, int64 and bool"
+            )
+        return self._of_kind(kind, self._written(name, given, kwargs, kind))
+
+    def _of_kind(self, kind: str, x: Operand) -> Operand:
+        """x as PyTorch has it: of another integer type where a typed constant decides."""
+        if is_constant(x) or self.builder.kind(x) == kind:
+            return x
+        return self.builder.add(kind, x)
+
+    def _written(self, name: str, x: list[Any], kwargs: dict[str, Any], kind: str) -> Operand:
+        """Statements for an operator whose result is of a kind."""
+        add = self.builder.add
+        if name in _LIKE:
+            return _LIKE[name](x, kind)
+        if name in ("_to_copy", "convert_element_type"):
+            return self._of_kind(kind, x[0])
+        if name in ("add", "sub", "rsub"):
+            first, second = (x[1], x[0]) if name == "rsub" else x[:2]
+            alpha = x[2] if len(x) > 2 else kwargs.get("alpha", 1)
+            if alpha != 1:
+                scaled = self._add_of("mul", kind, x[0] if name == "rsub" else x[1], alpha)
+                first, second = (first, scaled) if name != "rsub" else (x[1], scaled)
+            op = "add" if name == "add" else "sub"
+            return (
+                add("or", first, second)
+                if kind == "bool"
+                else self._add_of(op, kind, first, second)
+            )
+        if name == "mul":
+            return add("and", *x[:2]) if kind == "bool" else self._add_of("mul", kind, *x[:2])
+        if name in ("div", "true_divide"):
+            mode = kwargs.get("rounding_mode")
+            if mode == "floor":
+                return self._add_of("floordiv", kind, *x[:2])
+            ratio = add("div", *x[:2])
+            return ratio if mode is None else self._of_kind(kind, self._truncated(ratio))
+        if name == "pow":
+            return self._power(x[0], x[1], kind)
+        if name in ("clamp", "clamp_min", "clamp_max"):
+            low, high = [*x[1:], None, None][:2]
+            if name == "clamp_max":
+                low, high = None, low
+            low, high = kwargs.get("min", low), kwargs.get("max", high)
+            low, high = (
+                self.operand_of(y, self.who) if isinstance(y, Tensor) else y for y in (low, high)
+            )
+            found = x[0]
+            found = found if low is None else self._add_of("max", kind, found, low)
+            return found if high is None else self._add_of("min", kind, found, high)
+        if name == "masked_fill":
+            return add("where", x[1], x[2], x[0])
+        if name == "where" and len(x) == 3:
+            return add("where", *x)
+        if name in ("isnan", "isinf"):
+            whole = self._of_kind("float", x[0])
+            return (
+                add("ne", whole, whole)
+                if name == "isnan"
+                else add("eq", add("abs", whole), math.inf)
+            )
+        if name.startswith("logical_"):
+            return add(name.removeprefix("logical_"), *(self._of_kind("bool", y) for y in x))
+        if name in _UNARY:
+            return _UNARY[name](self, x[0], kind)
+        if name in ("floor", "ceil", "trunc", "round") and kind != "float":
+            return x[0]
+        for op, each in OPS.items():
+            if name in each.aten and len(x) == each.arity and not kwargs:
+                return add(op, *x) if each.rule != "number" else self._add_of(op, kind, *x)
+        raise self.unsupported(f"aten.{name}")
+
+    def _add_of(self, op: str, kind: str, *x: Operand) -> Operand:
+        """An arithmetic statement whose operands PyTorch takes as of a kind."""
+        if all(is_constant(y) or KINDS.index(self.builder.kind(y)) < KINDS.index(kind) for y in x):
+            own = next(n for n, y in enumerate(x) if not is_constant(y))
+            x = tuple(self.builder.add(kind, y) if n == own else y for n, y in enumerate(x))
+        return self.builder.add(op, *x)
+
+    def _truncated(self, x: Operand) -> Operand:
+        add = self.builder.add
+        return add("where", add("lt", x, 0.0), add("ceil", x), add("floor", x))
+
+    def _power(self, x: Operand, n: Operand, kind: str) -> Operand:
+        add = self.builder.add
+        if is_constant(x):
+            if x <= 0:
+                raise self.unsupported(
+                    "aten.pow", "it takes a positive base or a constant exponent"
+                )
+            return add("exp2", add("mul", self._of_kind("float", n), math.log2(x)))
+        if not is_constant(n):
+            raise self.unsupported(
+                "aten.pow",
+                "it takes a constant base or exponent (torch.exp2(y * torch.log2(x)) is x**y of a "
+                "positive x)",
+            )
+        if float(n) == int(n) and abs(n) <= 16 and (n > 0 or kind == "float"):
+            x, count = self._of_kind(kind, x), abs(int(n))
+            found: Operand = None
+            while count:
+                if count & 1:
+                    found = x if found is None else add("mul", found, x)
+                count >>= 1
+                x = add("mul", x, x) if count else x
+            found = 1.0 if found is None else found
+            return add("div", 1.0, found) if n < 0 else found
+        if kind != "float":
+            raise self.unsupported("aten.pow", "an int takes exponents from 1 to 16")
+        if n == 0.5:
+            return add("sqrt", x)
+        return add("exp2", add("mul", add("log2", x), float(n)))
+
+
+def _sign(t: _Tracer, x: Operand, kind: str) -> Operand:
+    add, one = t.builder.add, 1.0 if kind == "float" else 1
+    return t._of_kind(
+        kind, add("where", add("gt", x, 0), one, add("where", add("lt", x, 0), -one, 0 * one))
+    )
+
+
+_UNARY: dict[str, Callable[[_Tracer, Operand, str], Operand]] = {
+    "reciprocal": lambda t, x, kind: t.builder.add("div", 1.0, x),
+    "square": lambda t, x, kind: t.builder.add("mul", x, x),
+    "relu": lambda t, x, kind: t.builder.add("where", t.builder.add("le", x, 0), 0, x),
+    "silu": lambda t, x, kind: t.builder.add("mul", x, t.builder.add("sigmoid", x)),
+    "sign": _sign,
+    "trunc": lambda t, x, kind: t._truncated(x) if kind == "float" else x,
+}
+_LIKE: dict[str, Callable[[list[Any], str], Operand]] = {
+    "full_like": lambda x, kind: _plain(x[1], kind),
+    "zeros_like": lambda x, kind: _plain(0, kind),
+    "ones_like": lambda x, kind: _plain(1, kind),
+    "new_zeros": lambda x, kind: _plain(0, kind),
+    "new_ones": lambda x, kind: _plain(1, kind),
+    "new_full": lambda x, kind: _plain(x[2], kind),
+}
+
+
+_RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "random")
+
+
+def _plain(x: Any, kind: str) -> Operand:
+    return {"bool": bool, "float": float}.get(kind, int)(x)
+
+
+def _as_meta(x: Any) -> Any:
+    """Computed constants are real numbers; all else here has none."""
+    if isinstance(x, Tensor) and not x.is_meta:
+        with torch._C._DisableTorchDispatch():
+            return torch.empty(x.shape, dtype=x.dtype, device="meta")
+    return x
+
+
+def _ON_META(func: Any) -> dict[str, Any]:
+    names = {argument.name for argument in func._schema.arguments}
+    return {"device": torch.device("meta")} if "device" in names else {}

@@ -1,0 +1,1134 @@
+"""Attention backward: bfloat16, head_dim 128, score_mod, tiles by pointer.
+
+Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run it.
+  spec    head_dim=128,dtype=bfloat16,score_mod=aux0:float2;t0:sub q k;t1:add t0 511;
+          t2:index aux0 h t1;add score t2
+  config  lowering=triton,tiles=pointer,dq=kernel,block_m=64,block_n=64,num_warps=4,num_stages=2,
+          dq_block_m=64,dq_block_n=64,dq_num_warps=4,dq_num_stages=2
+  again   attngen emit SPEC --direction bwd --config CONFIG, with SPEC and CONFIG as above
+softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+HEAD_DIM = tl.constexpr(128)
+HEAD_DIM_V = tl.constexpr(128)
+UNIT = tl.constexpr(8)  # elements in 16 bytes
+LOG2E = tl.constexpr(1.4426950408889634)
+PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
+RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles nothing
+    "num_heads_q",
+    "num_heads",
+    "group_size",
+    "heads_per_run",
+    "seqlen_q",
+    "seqlen_k",
+    "padded_q",
+    "q_start",
+    "q_step",
+    "k_start",
+    "k_step",
+    "align",
+    "window_left",
+    "window_right",
+    "aux0_size0",
+    "aux0_size1",
+    "aux0_stride0",
+    "batch_start",
+    "head_start",
+    "threshold",
+    "stride_qb",
+    "stride_qh",
+    "stride_qs",
+    "stride_kb",
+    "stride_kh",
+    "stride_ks",
+    "stride_vb",
+    "stride_vh",
+    "stride_vs",
+    "stride_dob",
+    "stride_doh",
+    "stride_dos",
+]
+
+CONFIG_DKDV = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "num_warps": 4,
+    "num_stages": 2,
+}
+CONFIG_DQ = {
+    "BLOCK_M": 64,
+    "BLOCK_N": 64,
+    "num_warps": 4,
+    "num_stages": 2,
+}
+
+
+@triton.jit
+def locate(pid, num_tiles, num_heads, heads_per_run):
+    """(tile, head) of a program: heads in runs whose K and V fit in L2, tile by tile in a run."""
+    first = pid // (num_tiles * heads_per_run) * heads_per_run
+    heads = tl.minimum(heads_per_run, num_heads - first)
+    rest = pid - first * num_tiles
+    return rest // heads, first + rest % heads
+
+
+@triton.jit
+def whole(stride):
+    """A stride that is a multiple of 16 bytes, in a form that tells the compiler so."""
+    return tl.cast(stride, tl.int64) // UNIT * UNIT
+
+
+@triton.jit
+def load_rows(
+    head_ptr,
+    stride,
+    start,
+    limit,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    GUARD: tl.constexpr,
+):
+    """Rows start .. start + COUNT and columns FIRST .. FIRST + WIDTH of one head.
+
+    Rows from `limit` on (if GUARD) and columns from DIM on read as zero.
+    """
+    rows = tl.arange(0, COUNT)
+    columns = FIRST + tl.arange(0, WIDTH)
+    stride = tl.cast(stride, tl.int64)
+    ptrs = head_ptr + start * stride + (rows[:, None] * stride + columns[None, :])
+    if GUARD and FIRST + WIDTH > DIM:
+        return tl.load(ptrs, (start + rows < limit)[:, None] & (columns < DIM)[None, :], 0.0)
+    elif GUARD:
+        return tl.load(ptrs, (start + rows < limit)[:, None], 0.0)
+    elif FIRST + WIDTH > DIM:
+        return tl.load(ptrs, (columns < DIM)[None, :], 0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_rows(
+    head_ptr,
+    stride,
+    start,
+    limit,
+    value,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Write a [COUNT, WIDTH] tile to rows start .. below `limit`, columns FIRST .. below DIM."""
+    rows = tl.arange(0, COUNT)
+    columns = FIRST + tl.arange(0, WIDTH)
+    stride = tl.cast(stride, tl.int64)
+    ptrs = head_ptr + start * stride + (rows[:, None] * stride + columns[None, :])
+    inside = (start + rows < limit)[:, None] & (columns < DIM)[None, :]
+    tl.store(ptrs, value.to(head_ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def finite(x):
+    """x [rows, columns] with NaN and inf read as zero, and which rows had any."""
+    good = tl.abs(x.to(tl.float32)) < float("inf")
+    return tl.where(good, x, 0.0), tl.min(good.to(tl.int32), 1) == 0
+
+
+@triton.jit
+def score(qk, qk_scale):
+    """The raw q.k: its scale is applied inside the exponential."""
+    return qk
+
+
+@triton.jit
+def probability(s, exp_scale, minus_lse):
+    """P from a score and minus the row's log-sum-exp in base 2, -inf where there is no gradient.
+
+    The fused product keeps what scores of 1e5 and more differ by.
+    """
+    return tl.exp2(tl.fma(s, exp_scale, minus_lse))
+
+
+@triton.jit
+def entry(i, size):
+    """Where index i is: from the end if negative, and at the nearest entry if there is none."""
+    i = tl.where(i < 0, i + size, i)
+    return tl.minimum(tl.maximum(i, 0), size - 1).to(tl.int64)
+
+
+@triton.jit
+def score_mod(
+    score,
+    b,
+    h,
+    q_idx,
+    k_idx,
+    aux0_ptr,
+    aux0_size0,
+    aux0_size1,
+    aux0_stride0,
+    aux0_stride1,
+):
+    """What becomes of a score, in natural units, of query q_idx and key k_idx."""
+    t0 = q_idx - k_idx
+    t1 = t0 + 511
+    at = entry(h, aux0_size0) * aux0_stride0
+    at += entry(t1, aux0_size1) * aux0_stride1
+    t2 = tl.load(aux0_ptr + at).to(tl.float32)
+    t3 = score + t2
+    return t3
+
+
+@triton.jit
+def score_mod_grad(
+    grad,
+    score,
+    b,
+    h,
+    q_idx,
+    k_idx,
+    aux0_ptr,
+    aux0_size0,
+    aux0_size1,
+    aux0_stride0,
+    aux0_stride1,
+):
+    """The gradient of a score from that of what became of it."""
+    return grad
+
+
+@triton.jit
+def score_mod_aux0_grad(
+    grad,
+    score,
+    b,
+    h,
+    q_idx,
+    k_idx,
+    aux0_ptr,
+    aux0_size0,
+    aux0_size1,
+    aux0_stride0,
+    aux0_stride1,
+    inside,
+    daux0_ptr,
+):
+    """Add what a [keys, queries] tile gives to the gradient of aux0, atomically."""
+    t0 = q_idx - k_idx
+    t1 = t0 + 511
+    value = tl.where(inside, grad, 0.0)
+    at = tl.zeros(value.shape, tl.int64)
+    at = at * aux0_size0 + entry(h, aux0_size0)
+    at = at * aux0_size1 + entry(t1, aux0_size1)
+    tl.atomic_add(daux0_ptr + at, value, inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_bwd_preprocess(
+    out_ptr,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    do_ptr,
+    stride_gb,
+    stride_gh,
+    stride_gs,
+    dlse_ptr,
+    lse_ptr,
+    rows_ptr,
+    num_heads_q,
+    seqlen_q,
+    padded_q,
+    BLOCK_M: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    """Two numbers a query row: minus lse in base 2, and delta = rowsum(out * do) - dlse
+    (FlashAttention-2, algorithm 2).
+
+    Rows past the end, rows that see no key, and rows whose lse is too large for float32 to tell
+    their P (their scores exceed 4e7) get lse = inf, and so P = 0 and no gradient.
+    """
+    num_tiles = tl.cdiv(padded_q, BLOCK_M)
+    start_m = tl.program_id(0) % num_tiles * BLOCK_M
+    head = tl.program_id(0) // num_tiles
+    batch = head // num_heads_q
+    head_q = head % num_heads_q
+    rows = start_m + tl.arange(0, BLOCK_M)
+    inside = rows < seqlen_q
+    o_head = out_ptr + batch * tl.cast(stride_ob, tl.int64)
+    o_head += head_q * tl.cast(stride_oh, tl.int64)
+    do_head = do_ptr + batch * tl.cast(stride_gb, tl.int64)
+    do_head += head_q * tl.cast(stride_gh, tl.int64)
+    delta = tl.zeros([BLOCK_M], tl.float32)
+    o = load_rows(
+        o_head,
+        stride_os,
+        start_m,
+        seqlen_q,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM_V,
+        True,
+    )
+    do = load_rows(
+        do_head,
+        stride_gs,
+        start_m,
+        seqlen_q,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM_V,
+        True,
+    )
+    delta += tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    at = head.to(tl.int64) * seqlen_q + rows
+    lse = tl.load(lse_ptr + at, inside, float("-inf")) * LOG2E
+    lost = tl.abs(lse) > 67108864.0
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + at, inside, 0.0)
+    to = head.to(tl.int64) * 2 * padded_q + rows
+    tl.store(rows_ptr + to, tl.where(lost, float("-inf"), -lse))
+    tl.store(rows_ptr + to + padded_q, tl.where(lost, 0.0, delta))
+
+
+@triton.jit
+def walk_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_head,
+    stride_qs,
+    do_head,
+    stride_dos,
+    rows_head,
+    padded_q,
+    start_n,
+    lo,
+    hi,
+    seqlen_q,
+    seqlen_k,
+    qk_scale,
+    exp_scale,
+    q_start,
+    q_step,
+    k_start,
+    k_step,
+    batch_row,
+    head_row,
+    aux0_ptr,
+    aux0_size0,
+    aux0_size1,
+    aux0_stride0,
+    aux0_stride1,
+    score_unit,
+    daux0_ptr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    HAS_DAUX0: tl.constexpr,
+):
+    """Add what the query tiles lo .. hi give to dk and dv of one key tile.
+
+    Tiles are transposed, keys first (FlashAttention-2, algorithm 2, the inner loop); P is
+    recomputed from lse. All tiles are PARTIAL.
+    """
+    for start_m in tl.range(lo, hi, BLOCK_M):
+        rows_q = start_m + tl.arange(0, BLOCK_M)
+        q = load_rows(
+            q_head,
+            stride_qs,
+            start_m,
+            seqlen_q,
+            0,
+            BLOCK_M,
+            128,
+            HEAD_DIM,
+            PARTIAL,
+        )  # [BLOCK_M, 128]
+        minus_lse = tl.load(rows_head + rows_q)
+        delta = tl.load(rows_head + padded_q + rows_q)
+        qk = tl.dot(k, q.T, input_precision=PRECISION)
+        s = score(qk, qk_scale)  # [BLOCK_N, BLOCK_M]
+        q_idx = (q_start + (start_m + tl.arange(0, BLOCK_M)) * q_step)[None, :]
+        k_idx = (k_start + (start_n + tl.arange(0, BLOCK_N)) * k_step)[:, None]
+        t = s * score_unit
+        raw = t
+        t = score_mod(
+            raw,
+            batch_row,
+            head_row,
+            q_idx,
+            k_idx,
+            aux0_ptr,
+            aux0_size0,
+            aux0_size1,
+            aux0_stride0,
+            aux0_stride1,
+        )
+        shown = t != float("-inf")
+        p = probability(t, exp_scale, minus_lse[None, :])
+        do = load_rows(
+            do_head,
+            stride_dos,
+            start_m,
+            seqlen_q,
+            0,
+            BLOCK_M,
+            128,
+            HEAD_DIM_V,
+            PARTIAL,
+        )  # [BLOCK_M, 128]
+        do = do.to(v.dtype)
+        dp = tl.dot(v, do.T, input_precision=PRECISION)
+        if PARTIAL:
+            columns = tl.arange(0, BLOCK_M)[None, :]
+            keep = columns < seqlen_q - start_m
+            keep &= shown
+            keep &= columns < seqlen_q - start_m  # of rows past the end it may make anything
+            p = tl.where(keep, p, 0.0)
+        p_kept = p.to(do.dtype)
+        dv = tl.dot(p_kept, do, dv, input_precision=PRECISION)
+        ds = p * (dp - delta[None, :])
+        if HAS_DAUX0:
+            score_mod_aux0_grad(
+                ds,
+                raw,
+                batch_row,
+                head_row,
+                q_idx,
+                k_idx,
+                aux0_ptr,
+                aux0_size0,
+                aux0_size1,
+                aux0_stride0,
+                aux0_stride1,
+                keep & (start_n + tl.arange(0, BLOCK_N) < seqlen_k)[:, None],
+                daux0_ptr,
+            )
+        ds = score_mod_grad(
+            ds,
+            raw,
+            batch_row,
+            head_row,
+            q_idx,
+            k_idx,
+            aux0_ptr,
+            aux0_size0,
+            aux0_size1,
+            aux0_stride0,
+            aux0_stride1,
+        )
+        if PARTIAL:
+            ds = tl.where(keep, ds, 0.0)
+        ds = ds.to(q.dtype)
+        dk = tl.dot(ds, q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_bwd_dkdv(
+    q_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    k_ptr,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    v_ptr,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    do_ptr,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    dk_ptr,
+    stride_dkb,
+    stride_dkh,
+    stride_dks,
+    dv_ptr,
+    stride_dvb,
+    stride_dvh,
+    stride_dvs,
+    daux0_ptr,
+    rows_ptr,
+    padded_q,
+    num_heads_q,
+    num_heads,
+    group_size,
+    heads_per_run,
+    seqlen_q,
+    seqlen_k,
+    softmax_scale,
+    qk_scale,
+    exp_scale,
+    batch_start,
+    head_start,
+    aux0_ptr,
+    aux0_size0,
+    aux0_size1,
+    aux0_stride0,
+    aux0_stride1,
+    score_unit,
+    q_start,
+    q_step,
+    k_start,
+    k_step,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    HAS_DAUX0: tl.constexpr,
+):
+    """One program: dk and dv of BLOCK_N keys, summed in float32 over the query heads that share
+    them."""
+    num_tiles = tl.cdiv(seqlen_k, BLOCK_N)
+    tile, head_shared = locate(tl.program_id(0), num_tiles, num_heads, heads_per_run)
+    num_heads_kv = num_heads_q // group_size
+    batch = head_shared // num_heads_kv
+    head_kv = head_shared % num_heads_kv
+    start_n = tile * BLOCK_N
+    k_head = k_ptr + batch * whole(stride_kb) + head_kv * whole(stride_kh)
+    stride_ks = whole(stride_ks)
+    v_head = v_ptr + batch * whole(stride_vb) + head_kv * whole(stride_vh)
+    stride_vs = whole(stride_vs)
+    stride_qs = whole(stride_qs)
+    stride_dos = whole(stride_dos)
+    k = load_rows(
+        k_head,
+        stride_ks,
+        start_n,
+        seqlen_k,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM,
+        True,
+    )  # [BLOCK_N, 128]
+    dk = tl.zeros([BLOCK_N, 128], tl.float32)
+    v = load_rows(
+        v_head,
+        stride_vs,
+        start_n,
+        seqlen_k,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM_V,
+        True,
+    )  # [BLOCK_N, 128]
+    dv = tl.zeros([BLOCK_N, 128], tl.float32)
+    end = seqlen_q
+
+    for member in range(group_size):
+        head_q = head_kv * group_size + member
+        head = batch * num_heads_q + head_q
+        rows_head = rows_ptr + head.to(tl.int64) * 2 * padded_q
+        q_head = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh)
+        do_head = do_ptr + batch * whole(stride_dob) + head_q * whole(stride_doh)
+        batch_row = batch_start + batch
+        head_row = head_start + head_q
+        dk, dv = walk_queries(
+            dk,
+            dv,
+            k,
+            v,
+            q_head,
+            stride_qs,
+            do_head,
+            stride_dos,
+            rows_head,
+            padded_q,
+            start_n,
+            0,
+            end,
+            seqlen_q,
+            seqlen_k,
+            qk_scale,
+            exp_scale,
+            q_start,
+            q_step,
+            k_start,
+            k_step,
+            batch_row,
+            head_row,
+            aux0_ptr,
+            aux0_size0,
+            aux0_size1,
+            aux0_stride0,
+            aux0_stride1,
+            score_unit,
+            daux0_ptr,
+            BLOCK_M,
+            BLOCK_N,
+            PARTIAL=True,
+            HAS_DAUX0=HAS_DAUX0,
+        )
+
+    dk_head = dk_ptr + batch * tl.cast(stride_dkb, tl.int64)
+    dk_head += head_kv * tl.cast(stride_dkh, tl.int64)
+    store_rows(
+        dk_head,
+        stride_dks,
+        start_n,
+        seqlen_k,
+        dk * softmax_scale,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM,
+    )
+    dv_head = dv_ptr + batch * tl.cast(stride_dvb, tl.int64)
+    dv_head += head_kv * tl.cast(stride_dvh, tl.int64)
+    store_rows(
+        dv_head,
+        stride_dvs,
+        start_n,
+        seqlen_k,
+        dv,
+        0,
+        BLOCK_N,
+        128,
+        HEAD_DIM_V,
+    )
+
+
+@triton.jit
+def walk_keys(
+    dq,
+    q,
+    do,
+    minus_lse,
+    delta,
+    k_head,
+    stride_ks,
+    v_head,
+    stride_vs,
+    start_m,
+    lo,
+    hi,
+    hi_i,
+    seqlen_q,
+    seqlen_k,
+    qk_scale,
+    exp_scale,
+    q_start,
+    q_step,
+    k_start,
+    k_step,
+    batch_row,
+    head_row,
+    aux0_ptr,
+    aux0_size0,
+    aux0_size1,
+    aux0_stride0,
+    aux0_stride1,
+    score_unit,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PARTIAL: tl.constexpr,
+    CAREFUL: tl.constexpr,
+):
+    """Add what the key tiles lo .. hi give to dq of one query tile; P is recomputed from lse.
+
+    In PARTIAL tiles row i sees the keys 0 .. hi_i only. CAREFUL is for NaN and inf in hidden
+    keys, whose dS is zero, but zero times NaN is NaN.
+    """
+    for start_n in tl.range(lo, hi, BLOCK_N, num_stages=1 if CAREFUL else None):
+        k = load_rows(
+            k_head,
+            stride_ks,
+            start_n,
+            seqlen_k,
+            0,
+            BLOCK_N,
+            128,
+            HEAD_DIM,
+            PARTIAL,
+        )  # [BLOCK_N, 128]
+        v = load_rows(
+            v_head,
+            stride_vs,
+            start_n,
+            seqlen_k,
+            0,
+            BLOCK_N,
+            128,
+            HEAD_DIM_V,
+            PARTIAL,
+        )  # [BLOCK_N, 128]
+        qk = tl.dot(q, k.T, input_precision=PRECISION)
+        s = score(qk, qk_scale)  # [BLOCK_M, BLOCK_N]
+        q_idx = (q_start + (start_m + tl.arange(0, BLOCK_M)) * q_step)[:, None]
+        k_idx = (k_start + (start_n + tl.arange(0, BLOCK_N)) * k_step)[None, :]
+        t = s * score_unit
+        raw = t
+        t = score_mod(
+            raw,
+            batch_row,
+            head_row,
+            q_idx,
+            k_idx,
+            aux0_ptr,
+            aux0_size0,
+            aux0_size1,
+            aux0_stride0,
+            aux0_stride1,
+        )
+        shown = t != float("-inf")
+        p = probability(t, exp_scale, minus_lse[:, None])
+        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        ds = p * (dp - delta[:, None])
+        ds = score_mod_grad(
+            ds,
+            raw,
+            batch_row,
+            head_row,
+            q_idx,
+            k_idx,
+            aux0_ptr,
+            aux0_size0,
+            aux0_size1,
+            aux0_stride0,
+            aux0_stride1,
+        )
+        if PARTIAL:
+            columns = tl.arange(0, BLOCK_N)[None, :]
+            keep = columns < (hi_i - start_n)[:, None]
+            keep &= shown
+            ds = tl.where(keep, ds, 0.0)
+        ds = ds.to(k.dtype)
+        if CAREFUL:
+            k, _ = finite(k)
+        dq = tl.dot(ds, k, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_bwd_dq(
+    q_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    k_ptr,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    v_ptr,
+    stride_vb,
+    stride_vh,
+    stride_vs,
+    do_ptr,
+    stride_dob,
+    stride_doh,
+    stride_dos,
+    dq_ptr,
+    stride_dqb,
+    stride_dqh,
+    stride_dqs,
+    rows_ptr,
+    padded_q,
+    num_heads_q,
+    num_heads,
+    group_size,
+    heads_per_run,
+    seqlen_q,
+    seqlen_k,
+    softmax_scale,
+    qk_scale,
+    exp_scale,
+    batch_start,
+    head_start,
+    aux0_ptr,
+    aux0_size0,
+    aux0_size1,
+    aux0_stride0,
+    aux0_stride1,
+    score_unit,
+    q_start,
+    q_step,
+    k_start,
+    k_step,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """One program: dq of BLOCK_M query rows of one head."""
+    num_tiles = tl.cdiv(seqlen_q, BLOCK_M)
+    tile, head = locate(tl.program_id(0), num_tiles, num_heads, heads_per_run)
+    batch = head // num_heads_q
+    head_q = head % num_heads_q
+    head_kv = head_q // group_size
+    start_m = tile * BLOCK_M
+    rows = start_m + tl.arange(0, BLOCK_M)
+    q_head = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh)
+    stride_qs = whole(stride_qs)
+    k_head = k_ptr + batch * whole(stride_kb) + head_kv * whole(stride_kh)
+    stride_ks = whole(stride_ks)
+    v_head = v_ptr + batch * whole(stride_vb) + head_kv * whole(stride_vh)
+    stride_vs = whole(stride_vs)
+    do_head = do_ptr + batch * whole(stride_dob) + head_q * whole(stride_doh)
+    stride_dos = whole(stride_dos)
+    batch_row = batch_start + batch
+    head_row = head_start + head_q
+    q = load_rows(
+        q_head,
+        stride_qs,
+        start_m,
+        seqlen_q,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM,
+        True,
+    )  # [BLOCK_M, 128]
+    dq = tl.zeros([BLOCK_M, 128], tl.float32)
+    do = load_rows(
+        do_head,
+        stride_dos,
+        start_m,
+        seqlen_q,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM_V,
+        True,
+    )  # [BLOCK_M, 128]
+    do = do.to(q.dtype)
+    rows_head = rows_ptr + head.to(tl.int64) * 2 * padded_q
+    minus_lse = tl.load(rows_head + rows)
+    delta = tl.load(rows_head + padded_q + rows)
+
+    end = seqlen_k
+    hi_i = tl.zeros([BLOCK_M], tl.int32) + seqlen_k
+    dq = walk_keys(
+        dq,
+        q,
+        do,
+        minus_lse,
+        delta,
+        k_head,
+        stride_ks,
+        v_head,
+        stride_vs,
+        start_m,
+        0,
+        end,
+        hi_i,
+        seqlen_q,
+        seqlen_k,
+        qk_scale,
+        exp_scale,
+        q_start,
+        q_step,
+        k_start,
+        k_step,
+        batch_row,
+        head_row,
+        aux0_ptr,
+        aux0_size0,
+        aux0_size1,
+        aux0_stride0,
+        aux0_stride1,
+        score_unit,
+        BLOCK_M,
+        BLOCK_N,
+        PARTIAL=True,
+        CAREFUL=False,
+    )
+    row_sums = tl.sum(dq, 1)
+    if tl.max((row_sums != row_sums).to(tl.int32), 0) > 0:  # rare: once more, with care
+        dq = tl.zeros([BLOCK_M, 128], tl.float32)
+        dq = walk_keys(
+            dq,
+            q,
+            do,
+            minus_lse,
+            delta,
+            k_head,
+            stride_ks,
+            v_head,
+            stride_vs,
+            start_m,
+            0,
+            end,
+            hi_i,
+            seqlen_q,
+            seqlen_k,
+            qk_scale,
+            exp_scale,
+            q_start,
+            q_step,
+            k_start,
+            k_step,
+            batch_row,
+            head_row,
+            aux0_ptr,
+            aux0_size0,
+            aux0_size1,
+            aux0_stride0,
+            aux0_stride1,
+            score_unit,
+            BLOCK_M,
+            BLOCK_N,
+            PARTIAL=True,
+            CAREFUL=True,
+        )
+
+    dq_head = dq_ptr + batch * tl.cast(stride_dqb, tl.int64)
+    dq_head += head_q * tl.cast(stride_dqh, tl.int64)
+    store_rows(
+        dq_head,
+        stride_dqs,
+        start_m,
+        seqlen_q,
+        dq * softmax_scale,
+        0,
+        BLOCK_M,
+        128,
+        HEAD_DIM,
+    )
+
+
+def plan(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    do,
+    dlse,
+    dq,
+    dk,
+    dv,
+    rows,
+    *,
+    softmax_scale,
+    batch_start=0,
+    head_start=0,
+    aux0,
+    q_start=0,
+    q_step=1,
+    k_start=0,
+    k_step=1,
+    daux0=None,
+    config_dkdv=CONFIG_DKDV,
+    config_dq=CONFIG_DQ,
+):
+    """The launches of one call, as (kernel, grid, arguments, constants), in order.
+
+    q, k, v, out, do, dq, dk, dv are (batch, heads, seqlen, dim), the last stride 1. Pointers and
+    other strides of q, k, v and do must be multiples of 16 bytes.
+    lse and dlse (or None) are (batch, heads, seqlen_q), float32, contiguous. rows is scratch:
+    (batch, heads, 2, padded seqlen_q), float32, contiguous, padded to a multiple of 128.
+    aux0 is float, of 2 dims, none empty, any strides.
+    daux0, if wanted, is float32, contiguous, of the shape of aux0 and all zero; it is added to
+    in no fixed order.
+    """
+    batch, num_heads_q, seqlen_q, _ = q.shape
+    num_heads_kv, seqlen_k = k.shape[1:3]
+    qk_scale = softmax_scale
+    score_unit = softmax_scale
+    exp_scale = LOG2E.value
+    heads_per_run = 1
+    q_heads_per_run = 1
+    padded_q = rows.shape[3]
+    tiles = -(-padded_q // 64) * batch * num_heads_q
+    preprocess = (
+        out,
+        *out.stride()[:3],
+        do,
+        *do.stride()[:3],
+        lse if dlse is None else dlse,
+        lse,
+        rows,
+        num_heads_q,
+        seqlen_q,
+        padded_q,
+    )
+    numbers = (
+        seqlen_q,
+        seqlen_k,
+        softmax_scale,
+        qk_scale,
+        exp_scale,
+        batch_start,
+        head_start,
+        aux0,
+        *aux0.shape,
+        *aux0.stride(),
+        score_unit,
+        q_start,
+        q_step,
+        k_start,
+        k_step,
+    )
+    dkdv = (
+        q,
+        *q.stride()[:3],
+        k,
+        *k.stride()[:3],
+        v,
+        *v.stride()[:3],
+        do,
+        *do.stride()[:3],
+        dk,
+        *dk.stride()[:3],
+        dv,
+        *dv.stride()[:3],
+        rows if daux0 is None else daux0,
+        rows,
+        padded_q,
+        num_heads_q,
+        batch * num_heads_kv,
+        num_heads_q // num_heads_kv,
+        heads_per_run,
+        *numbers,
+    )
+    queries = (
+        q,
+        *q.stride()[:3],
+        k,
+        *k.stride()[:3],
+        v,
+        *v.stride()[:3],
+        do,
+        *do.stride()[:3],
+        dq,
+        *dq.stride()[:3],
+        rows,
+        padded_q,
+        num_heads_q,
+        batch * num_heads_q,
+        num_heads_q // num_heads_kv,
+        q_heads_per_run,
+        *numbers,
+    )
+    grid_n = -(-seqlen_k // config_dkdv["BLOCK_N"]) * batch * num_heads_kv
+    grid_m = -(-seqlen_q // config_dq["BLOCK_M"]) * batch * num_heads_q
+    config_dkdv = {**config_dkdv, "HAS_DAUX0": daux0 is not None}
+    first = {"BLOCK_M": 64, "HAS_DLSE": dlse is not None}
+    return [
+        (attn_bwd_preprocess, (tiles, 1, 1), preprocess, first),
+        (attn_bwd_dkdv, (grid_n, 1, 1), dkdv, config_dkdv),
+        (attn_bwd_dq, (grid_m, 1, 1), queries, config_dq),
+    ]
+
+
+def launch(*tensors, **numbers):
+    """Run the kernels; takes what plan() takes and writes dq, dk and dv."""
+    for kernel, grid, arguments, constants in plan(*tensors, **numbers):
+        kernel[grid](*arguments, **constants)
+
+
+def reference(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale,
+    softcap=None,
+    window_left=None,
+    window_right=None,
+    aux0,
+):
+    """The same in plain PyTorch, float32: out and lse."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.float(), *(x.float().repeat_interleave(group, 1) for x in (k, v))
+    s = q @ k.transpose(2, 3) * softmax_scale
+    b, h, q_idx, k_idx = (torch.arange(n, device=q.device) for n in s.shape)
+    place = b[:, None, None, None], h[:, None, None], q_idx[:, None], k_idx
+    s = torch.zeros_like(s) + plain_score_mod(s, *place, aux0)
+    shown = (s != float("-inf")).any(-1, keepdim=True)
+    s = s.masked_fill(~shown, 0.0)  # a row that sees no key
+    lse = torch.logsumexp(s, -1).masked_fill(~shown[..., 0], float("-inf"))
+    return torch.softmax(s, -1) @ v * shown, lse
+
+
+FLOAT = torch.float32
+
+
+def entry_of(x, *at):
+    """x[at]: a negative index counts from the end, and past either end is the nearest entry."""
+    indices = [torch.as_tensor(i, device=x.device) for i in at]
+    sizes = zip(indices, x.shape, strict=True)
+    return x[tuple(torch.where(i < 0, i + n, i).clamp(0, n - 1) for i, n in sizes)]
+
+
+def plain_score_mod(
+    score,
+    b,
+    h,
+    q_idx,
+    k_idx,
+    aux0,
+):
+    """score_mod in PyTorch."""
+    t0 = q_idx - k_idx
+    t1 = t0 + 511
+    t2 = entry_of(aux0, h, t1).to(FLOAT)
+    t3 = score + t2
+    return t3
+
+
+def example():
+    """Random inputs with rows of whole 16 bytes, and the numbers launch() takes beside tensors."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    heads, seqlen = (16, 4096) if device == "cuda" else (2, 100)
+    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def rows(dim):
+        padded = -(-dim // 8) * 8
+        return torch.randn(1, heads, seqlen, padded, device=device).to(dtype)[..., :dim]
+
+    numbers = {
+        "softmax_scale": HEAD_DIM.value**-0.5,
+        "aux0": torch.randn((heads, 2 * seqlen), device=device),
+    }
+    dropout = {}
+    return [rows(HEAD_DIM.value), rows(HEAD_DIM.value), rows(HEAD_DIM_V.value)], numbers, dropout
+
+
+def main():
+    """Check against PyTorch on random data, then print the time."""
+    (q, k, v), numbers, dropout = example()
+    if not q.is_cuda and not triton.knobs.runtime.interpret:
+        raise SystemExit("no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter")
+    if not q.is_cuda:
+        print("no GPU here: checked with float32 data, not bfloat16")
+    leaves = [x.float().requires_grad_() for x in (q, k, v)]
+    learnt = {}
+    learnt["aux0"] = numbers["aux0"].clone().requires_grad_()
+    out, lse = reference(*leaves, **{**numbers, **learnt})
+    leaves += learnt.values()
+    do = torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device).normal_()
+    want = torch.autograd.grad(out, leaves, do.float())
+    out, lse = out.detach().to(q.dtype), lse.detach()
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    padded = triton.cdiv(q.shape[2], 128) * 128
+    scratch = [torch.empty(*q.shape[:2], 2, padded, device=q.device)]
+    tensors = (q, k, v, out, lse, do, None, *grads, *scratch)
+    numbers["daux0"] = torch.zeros_like(numbers["aux0"])
+    launch(*tensors, **numbers, **dropout)
+    names = ["dq", "dk", "dv"]
+    names.append("daux0")
+    grads.append(numbers["daux0"])
+    for name, got, right in zip(names, grads, want, strict=True):
+        error = ((got.float() - right).norm() / right.norm()).item()
+        print(f"{name}: relative error {error:.1e}")
+        assert error < 2e-2, f"{name} does not agree with PyTorch"
+    if q.is_cuda:
+        ms = triton.testing.do_bench(lambda: launch(*tensors, **numbers, **dropout))
+        print(f"{ms:.3f} ms for q of shape {tuple(q.shape)}")
+
+
+if __name__ == "__main__":
+    main()
