@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import ops, resolve
+from attngen import ops, packed, resolve
 from attngen.checks import (
     BIAS_DTYPES,
     SCORE_FIELDS,
@@ -115,6 +115,10 @@ class Attention:
         q_descale: Tensor | None = None,
         k_descale: Tensor | None = None,
         v_descale: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
         q_start: int = 0,
         q_step: int = 1,
         k_start: int = 0,
@@ -130,7 +134,8 @@ class Attention:
 
         Args:
             q: (batch, num_heads_q, seqlen_q, head_dim); for layout "bshd" (batch, seqlen_q,
-                num_heads_q, head_dim), and so on.
+                num_heads_q, head_dim), and so on; for "thd" (total_q, num_heads_q, head_dim),
+                where batch is the number of sequences elsewhere.
             k: (batch, num_heads_kv, seqlen_k, head_dim); num_heads_q is a multiple of num_heads_kv.
             v: (batch, num_heads_kv, seqlen_k, head_dim_v).
             return_lse: also return lse, float32 (batch, num_heads_q, seqlen_q), the natural log of
@@ -152,6 +157,12 @@ class Attention:
             q_descale, k_descale, v_descale: the scales of FP8 inputs, positive float32, as
                 `attngen.quantize` gives them: () for fp8_scale "tensor", (batch, num_heads_kv) for
                 "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block".
+            cu_seqlens_q, cu_seqlens_k: of layout "thd", int32 (num_seqs + 1) on q's device:
+                sequence n owns rows cu_seqlens[n] to cu_seqlens[n + 1], which may be none. Not
+                looked at on the host, so that a GPU is never waited for; offsets that decrease or
+                pass the end give wrong results there, but read no other memory.
+            seqused_q, seqused_k: int32 (num_seqs): how many of a sequence's rows are used, from
+                the first on. The others get out 0, lse -inf and gradients 0, whatever they hold.
             q_start, q_step, k_start, k_step: where this call's rows stand in the whole sequence
                 (shards): row i is row start + i * step.
             seqlen_q_total, seqlen_k_total: lengths of the whole sequences, which bottom-right
@@ -163,7 +174,7 @@ class Attention:
         Returns:
             out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype (bfloat16 for FP8) and
             layout; (out, lse) or (out, aux) on request. A query that sees no key has out 0 and lse
-            -inf.
+            -inf. For layout "thd" lse is (total_q, num_heads_q).
 
         Raises:
             SpecError: an argument, shape or device does not fit the spec; a tensor whose spec field
@@ -182,8 +193,17 @@ class Attention:
         if dropout_p is not None:
             p = probability("dropout_p", dropout_p)
             key = self._drop_key if _drops(p) else self._eval_key
+        shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
+        sequences = None
         if spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
+        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        if spec.is_packed:
+            sequences = packed.offsets(spec.layout, *offsets)
+            packed.refuse_beside(None, None, shard)
+            q, k, v = packed.heads_first(q, k, v)
+        elif not (offsets[0] is offsets[1] is offsets[2] is offsets[3] is None):
+            packed.refuse_offsets(spec.layout, *offsets)
         check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
         descales = (q_descale, k_descale, v_descale)
         if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
@@ -192,7 +212,8 @@ class Attention:
         if self._scores or not (
             attn_mask is None and bias is None and alibi_slopes is None and sinks is None
         ):
-            scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
+            count = None if sequences is None else sequences.count
+            scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
             check_score_fields(self._scores, scores)
         scale = spec.softmax_scale
         if scale is None:
@@ -211,20 +232,31 @@ class Attention:
             dropout_seed=dropout_seed,
             descales=descales if spec.is_fp8 else (),
             scores=scores,
-            shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
+            sequences=sequences,
+            shard=shard,
             starts=(batch_start, head_start),
             partial=partial,
         )
         if spec.layout == "bshd":
             out = out.transpose(1, 2)
+        elif sequences is not None:
+            out, lse = packed.rows_first(out, lse)
         return _results(out, lse, return_lse, return_aux)
 
-    def explain(self, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
-        """Which record, config and lowering serve a call of these tensors, and why."""
+    def explain(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None
+    ) -> Explanation:
+        """Which record, config and lowering serve a call of these tensors, and why. Of packed
+        sequences, cu_seqlens_q says how many there are."""
+        count = None
         if self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
+        elif self.spec.is_packed:
+            q, k, v = packed.heads_first(q, k, v)
+            offsets = packed.offsets(self.spec.layout, cu_seqlens_q, cu_seqlens_q, None, None)
+            count = offsets.count
         check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
-        return explain_call(self.spec, q, k, v)
+        return explain_call(self.spec, q, k, v, count)
 
     def source(self, direction: Direction = "fwd", workload: Workload | None = None) -> str:
         """The emitted text that serves a workload (default: batch 1, 16 heads, 4096 tokens)."""
@@ -263,6 +295,10 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     layout: str = "bhsd",
     precision: str = "ieee",
     deterministic: bool | None = None,
@@ -284,7 +320,8 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is, and a tensor that acts on scores turns its spec field on.
+    the spec's fp8_scale is, a tensor that acts on scores turns its spec field on, and cu_seqlens_q
+    and cu_seqlens_k make the layout "thd".
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -296,7 +333,16 @@ def attention(
             return _results(refused, refused, return_lse, return_aux)
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
-    if isinstance(layout, str) and layout == "bshd":
+    shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
+    sequences = None
+    has_offsets = not (cu_seqlens_q is None and cu_seqlens_k is None)
+    has_used = not (seqused_q is None and seqused_k is None)
+    if has_offsets or has_used or (isinstance(layout, str) and layout == "thd"):
+        sequences = packed.offsets(layout, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        layout = "thd"
+        packed.refuse_beside(attn_mask, bias, shard)
+        q, k, v = packed.heads_first(q, k, v)
+    elif isinstance(layout, str) and layout == "bshd":
         q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
     check_call(q, k, v, None, None, name)
@@ -305,7 +351,8 @@ def attention(
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
-        scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
+        count = None if sequences is None else sequences.count
+        scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
     if deterministic is None:
@@ -349,12 +396,15 @@ def attention(
         dropout_seed=dropout_seed,
         descales=descales if fp8_scale else (),
         scores=scores,
-        shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
+        sequences=sequences,
+        shard=shard,
         starts=(batch_start, head_start),
         partial=partial,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
+    elif sequences is not None:
+        out, lse = packed.rows_first(out, lse)
     return _results(out, lse, return_lse, return_aux)
 
 
@@ -529,6 +579,7 @@ def _run(
     dropout_seed: int | Tensor | None,
     descales: tuple[Tensor | None, ...],
     scores: dict[str, Tensor] | None,
+    sequences: packed.Packed | None,
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -584,6 +635,8 @@ def _run(
         extra.append(_seed(dropout_seed, q))
     if scores is not None:
         extra += scores.values()
+    if sequences is not None:
+        extra += sequences
     extra += descales
     if compiling:
         out, lse = torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)

@@ -39,6 +39,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("causal", text_spec.is_causal),
             ("window", spec.has_window_left or spec.has_window_right),
             ("chunked", spec.has_chunk),
+            ("packed", spec.is_packed),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),

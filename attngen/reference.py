@@ -62,9 +62,11 @@ def dropout_keep(
     dropout_p: float,
     *,
     device: torch.device | str = "cpu",
+    batch_start: int = 0,
 ) -> Tensor:
     """The bool mask (batch, heads, seqlen_q, seqlen_k) of entries that dropout keeps."""
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, seqlen_q, seqlen_k))
+    b = b + batch_start
     return philox_keep(seed, b[:, None, None, None], h[:, None, None], i[:, None], j, dropout_p)
 
 
@@ -213,6 +215,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | Tensor = 0,
+    batch_start: int = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -224,6 +227,7 @@ def attention(
         alibi_slopes: (heads,) or (batch, heads); a score loses slope * |distance|.
         sinks: (heads,) or (batch, heads); exp(sink) joins the denominator, but not lse.
         seed: of dropout.
+        batch_start: number of the first batch row, for dropout.
         math_dtype: in which everything is computed.
         round_to: round P and dS to this dtype where a good kernel must; for `yardstick`.
     """
@@ -247,7 +251,8 @@ def attention(
     keep = None
     if spec.has_dropout:
         sizes = (batch, heads, seqlen_q, seqlen_k)
-        keep = dropout_keep(seed, *sizes, spec.dropout_p, device=q.device)
+        p_drop, at = spec.dropout_p, q.device
+        keep = dropout_keep(seed, *sizes, p_drop, device=at, batch_start=batch_start)
     p = _dropped(spec, p, keep)
     if round_to is not None:
         p = rounded_weights(spec, p, round_to)
@@ -268,6 +273,7 @@ def yardstick(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | Tensor = 0,
+    batch_start: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The measure of a fair error: float32, rounded to `narrow` only where a good kernel must.
 
@@ -283,6 +289,7 @@ def yardstick(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seed=seed,
+        batch_start=batch_start,
         math_dtype=torch.float32,
         round_to=narrow,
     )

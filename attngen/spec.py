@@ -38,6 +38,8 @@ SCALE_ROWS = 128
 """Rows that share a scale with fp8_scale="block"."""
 DESCALES = ("q_descale", "k_descale", "v_descale")
 GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
+PACKED_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+"""Of packed sequences; a call may leave the last two out."""
 
 # Fields of the public spec whose kernels are not built yet, with what each would bring.
 _NOT_BUILT = {
@@ -82,7 +84,9 @@ class AttentionSpec:
         attn_mask: calls take attn_mask, bool, of such a shape; False hides a key.
         sinks: calls take sinks (num_heads_q,) or (batch, num_heads_q), and a row's softmax
             denominator gains exp(sink); its lse does not.
-        layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
+        layout: "bhsd" (batch, heads, seqlen, dim), "bshd" (batch, seqlen, heads, dim), or "thd":
+            packed sequences, q (total_q, heads, dim) and so on, whose calls take cu_seqlens_q and
+            cu_seqlens_k. Positions, masks and alignments are those of each sequence.
         fp8_scale: what shares a scale of FP8 inputs: "tensor" all of it; "head" one key/value head
             of one batch row, with the query heads that read it; "block" 128 rows of that.
         precision: "ieee" or "tf32"; how float32 inputs are multiplied.
@@ -169,8 +173,8 @@ class AttentionSpec:
                 for name, is_on in named.items()
                 if is_on
             ]
-        if self.layout == "thd":
-            reasons.append('layout="thd" (packed sequences) is not built yet')
+        if self.is_packed:
+            reasons += _unpacked(self)
         if reasons:
             raise UnsupportedSpecError(reasons)
 
@@ -246,6 +250,16 @@ class AttentionSpec:
         return self.softcap is not None
 
     @property
+    def is_packed(self) -> bool:
+        """Sequences lie one behind another, and offsets on the device say where each begins."""
+        return self.layout == "thd"
+
+    @property
+    def of_sequence(self) -> AttentionSpec:
+        """The spec of one sequence of a packed one."""
+        return replace(self, layout="bhsd") if self.is_packed else self
+
+    @property
     def is_fp8(self) -> bool:
         """Inputs are FP8, each with scales of its own; out is not."""
         return self.fp8_scale is not None
@@ -310,6 +324,7 @@ class AttentionSpec:
             "bias": self.bias,
             "alibi_slopes": self.alibi,
             "sinks": self.sinks,
+            **dict.fromkeys(PACKED_ARGS, self.is_packed),
         }
         names = tuple(name for name, is_given in given.items() if is_given)
         return names + (DESCALES if self.is_fp8 else ())
@@ -361,7 +376,7 @@ class AttentionSpec:
             softmax_scale=None,
             softcap=1.0 if self.has_softcap else None,
             chunk=1 if self.has_chunk else None,
-            layout="bhsd",
+            layout="thd" if self.is_packed else "bhsd",
             precision=self.precision if self.dtype == "float32" else "ieee",
             deterministic=bool(self.deterministic),
         )
@@ -473,6 +488,19 @@ def _validate(spec: AttentionSpec) -> None:
     for name, field in FIELDS.items():
         if field.type == "bool":
             flag(name, getattr(spec, name))
+
+
+def _unpacked(spec: AttentionSpec) -> list[str]:
+    """What packed sequences cannot have."""
+    why = [
+        f'{name} with layout="thd" is refused: it would hold a number for each pair of packed rows, '
+        "most of them of two sequences; call once for each sequence"
+        for name in ("attn_mask", "bias")
+        if getattr(spec, name)
+    ]
+    if spec.is_fp8:
+        why.append('FP8 inputs with layout="thd" are not built yet; dequantise them')
+    return why
 
 
 def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen import packed
 from attngen.calls import transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
+from attngen.packed_reference import Sequences
 from attngen.reference import alignment, scale_of
 from attngen.score_terms import SUM_KEYS
-from attngen.spec import DESCALES, AttentionSpec
+from attngen.spec import DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import Workload
 
 SEED = 0x5EED_0F_A77E
@@ -53,6 +55,14 @@ class Case:
     """attn_mask, bias, alibi_slopes and sinks: those of the spec, as the oracle takes them."""
     dbias: Tensor | None = None
     slope_sums: Tensor | None = None
+    offsets: tuple[Tensor, Tensor] | None = None
+    """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
+
+    @property
+    def sequences(self) -> Sequences:
+        """Where packed sequences lie."""
+        assert self.offsets is not None
+        return Sequences.of(*self.offsets)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,6 +91,10 @@ class Case:
             named["chunk"] = spec.chunk
         if spec.aligns_rows:
             named["align"] = alignment(spec, sizes.seqlen_q, sizes.seqlen_k)
+        if self.offsets is not None:
+            named |= zip(PACKED_ARGS, self.offsets, strict=False)
+            if spec.aligns_rows:
+                named["align"] = int(spec.causal != "top_left")
         if spec.is_fp8:
             named |= zip(DESCALES, self.descales, strict=True)
         heads = (sizes.batch, sizes.num_heads_q)
@@ -111,6 +125,8 @@ class Case:
             named["dbias"] = self.dbias
         if self.slope_sums is not None:
             named["dslopes"] = self.slope_sums.sum(2)
+        if self.slope_sums is not None and self.offsets is not None:
+            named["dslopes"] = packed.sums_of_slots(self.slope_sums[0], self.offsets[1])
         return named
 
     def spoil(self, config: KernelConfig) -> None:
@@ -150,6 +166,14 @@ def make(
     spec = tunable(spec)
     batch, heads, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
     rows, keys = workload.seqlen_q, workload.seqlen_k
+    sums = -(-keys // SUM_KEYS)
+    offsets = None
+    if spec.is_packed:  # batch is the number of sequences, and the lengths are their means
+        sums = packed.slots(batch * keys, batch)
+        lengths = (packed.spread_lengths(batch, mean) for mean in (rows, keys))
+        first, second = (packed.offsets_of(each, device) for each in lengths)
+        offsets = (first, second)
+        batch, rows, keys = 1, batch * rows, batch * keys
     dim, dim_v = spec.head_dim, spec.head_dim_v
     dtype = getattr(torch, spec.out_dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(SEED)
@@ -184,7 +208,7 @@ def make(
     if backward and learns_scores and spec.bias:
         named["dbias"] = numbers(*beside["bias"].shape)
     if backward and learns_scores and spec.alibi:
-        named["slope_sums"] = numbers(batch, heads, -(-keys // SUM_KEYS))
+        named["slope_sums"] = numbers(batch, heads, sums)
     q, k, v = filled(heads, rows, dim), filled(heads_kv, keys, dim), filled(heads_kv, keys, dim_v)
     descales: tuple[Tensor, ...] = ()
     if spec.is_fp8:
@@ -202,6 +226,7 @@ def make(
         descales=descales,
         v_t=transposed(v).make(v) if spec.is_fp8 else None,
         beside=beside,
+        offsets=offsets,
         **named,
     )
 
@@ -257,8 +282,9 @@ def _up(rows: int, multiple: int) -> int:
 def _padded(spec: AttentionSpec, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
     """The stored shape: 16 bytes a row at least, as memory.aligned gives, and rows in sixteens."""
     rows, dim = _up(rows, _STORED_ROWS), _up(dim, 16 if spec.is_fp8 else _STORED_COLUMNS)
-    return (batch, rows, heads, dim) if spec.layout == "bshd" else (batch, heads, rows, dim)
+    is_rows_first = spec.layout in ("bshd", "thd")
+    return (batch, rows, heads, dim) if is_rows_first else (batch, heads, rows, dim)
 
 
 def _as_bhsd(values: Tensor, layout: str) -> Tensor:
-    return values.transpose(1, 2) if layout == "bshd" else values
+    return values.transpose(1, 2) if layout in ("bshd", "thd") else values
