@@ -50,6 +50,8 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_bias": ({"bias": True}, FWD),
     "fwd_alibi": ({"alibi": True}, FWD),
     "fwd_sinks": ({"sinks": True}, FWD),
+    "fwd_packed": ({"layout": "thd", "causal": True}, FWD),
+    "bwd_packed": ({"layout": "thd", "causal": True}, BWD),
     "bwd_base": ({}, BWD),
     "bwd_bias": ({"bias": True}, BWD),
     "bwd_alibi": ({"alibi": True}, BWD),
@@ -130,6 +132,16 @@ HOPPER_MATRIX = [
 ]  # fmt: skip
 
 
+PACKED_MATRIX = [
+    AttentionSpec(head_dim=64, layout="thd", **mask, **scores, **rest)
+    for mask, scores, rest in itertools.product(
+        ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}, {"chunk": 7}),
+        ({}, {"alibi": True}, {"sinks": True}, {"alibi": True, "sinks": True}),
+        ({}, {"dropout_p": 0.1, "softcap": 9.0}, {"dtype": "float32", "head_dim_v": 96}),
+    )
+]  # fmt: skip
+
+
 def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in MATRIX:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
@@ -141,6 +153,10 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in TERMS_MATRIX[::step]:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
             yield spec, config
+    for spec in PACKED_MATRIX[::step]:
+        for config in (*structural_variants("fwd"), *structural_variants("bwd")):
+            if config.tiles == "pointer":  # all that packed sequences have
+                yield spec, config
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config
