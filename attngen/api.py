@@ -200,7 +200,7 @@ class Attention:
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         if spec.is_packed:
             sequences = packed.offsets(spec.layout, *offsets)
-            packed.refuse_beside(None, None, shard)
+            packed.refuse_beside(attn_mask, bias, shard)
             q, k, v = packed.heads_first(q, k, v)
         elif not (offsets[0] is offsets[1] is offsets[2] is offsets[3] is None):
             packed.refuse_offsets(spec.layout, *offsets)
@@ -212,7 +212,7 @@ class Attention:
         if self._scores or not (
             attn_mask is None and bias is None and alibi_slopes is None and sinks is None
         ):
-            count = None if sequences is None else sequences.count
+            count = None if sequences is None else sequences.num_seqs
             scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
             check_score_fields(self._scores, scores)
         scale = spec.softmax_scale
@@ -254,7 +254,7 @@ class Attention:
         elif self.spec.is_packed:
             q, k, v = packed.heads_first(q, k, v)
             offsets = packed.offsets(self.spec.layout, cu_seqlens_q, cu_seqlens_q, None, None)
-            count = offsets.count
+            count = offsets.num_seqs
         check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
         return explain_call(self.spec, q, k, v, count)
 
@@ -351,7 +351,7 @@ def attention(
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
-        count = None if sequences is None else sequences.count
+        count = None if sequences is None else sequences.num_seqs
         scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)

@@ -117,8 +117,10 @@ def bench(
     """Time a spec on a workload, one direction after the other."""
     if spec.is_packed:
         raise UnsupportedSpecError(
-            ['bench of layout="thd" is not built yet: its peers take other arguments; `attngen '
-            "tune` times it"]
+            [
+                'bench of layout="thd" is not built yet: its peers take other arguments; `attngen '
+                "tune` times it"
+            ]
         )
     given = replace(spec, layout="bhsd")
     gpu = current()

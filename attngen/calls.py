@@ -251,13 +251,11 @@ def _dequantized_backward(
     return [grad.mul_(scale) for grad, scale in zip(grads, scales, strict=True)]
 
 
-def _is_nothing(
-    spec: AttentionSpec, q: Tensor, v: Tensor, extra: Sequence[Tensor | None]
-) -> bool:
+def _is_nothing(spec: AttentionSpec, q: Tensor, v: Tensor, extra: Sequence[Tensor | None]) -> bool:
     """Does no query see any key, by the shapes?"""
     if q.numel() == 0 or v.numel() == 0:
         return True
-    return spec.is_packed and packed_of(spec, extra).count == 0
+    return spec.is_packed and packed_of(spec, extra).num_seqs == 0
 
 
 def _are_same(ready: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> bool:
@@ -332,7 +330,7 @@ def _settled(
         left, right = in_chunk((left, right), named["chunk"], spec.is_causal)
     sizes = Workload(batch, heads, k.shape[1], seqlen_q, k.shape[2])
     if spec.is_packed:
-        count = packed_of(spec, extra).count
+        count = packed_of(spec, extra).num_seqs
         sizes = packed_workload(count, heads, k.shape[1], seqlen_q, k.shape[2])
     place = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
     device = device_index_of(q)

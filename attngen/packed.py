@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
-from attngen.spec import PACKED_ARGS, AttentionSpec
+from attngen.spec import PACKED_ARGS, AttentionSpec, no_pairs
 from attngen.values import shown
 
 SUM_KEYS = 16
@@ -32,7 +32,7 @@ class Packed(NamedTuple):
     seqused_k: Tensor | None
 
     @property
-    def count(self) -> int:
+    def num_seqs(self) -> int:
         """How many sequences there are."""
         return self.cu_seqlens_q.shape[0] - 1
 
@@ -47,9 +47,7 @@ def offsets(
     layout: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any, seqused_k: Any
 ) -> Packed:
     """The offsets of a call whose layout is "thd", or becomes it by them."""
-    given = dict(
-        zip(PACKED_ARGS, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), strict=True)
-    )
+    given = dict(zip(PACKED_ARGS, (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k), strict=True))
     for name in PACKED_ARGS[:2]:
         if given[name] is None:
             what = [other for other, x in given.items() if x is not None] or ['layout="thd"']
@@ -89,13 +87,7 @@ def refuse_offsets(layout: str, *given: Any) -> None:
 
 def refuse_beside(attn_mask: Any, bias: Any, shard: tuple[Any, ...]) -> None:
     """Refuse what packed sequences cannot have, of what a call brings."""
-    why = []
-    for name, x in (("attn_mask", attn_mask), ("bias", bias)):
-        if x is not None:
-            why.append(
-                f"{name} with packed sequences is refused: it would hold a number for each pair of "
-                "packed rows, most of them of two sequences; call once for each sequence"
-            )
+    why = [no_pairs(n) for n, x in (("attn_mask", attn_mask), ("bias", bias)) if x is not None]
     q_start, q_step, k_start, k_step, total_q, total_k = shard
     ordinary = q_start == 0 and q_step == 1 and k_start == 0 and k_step == 1
     if not (ordinary and total_q is None and total_k is None):

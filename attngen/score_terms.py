@@ -25,7 +25,7 @@ def placed(
     """`extra` as kernels take it."""
     batch, heads, seqlen_q, _ = q.shape
     if spec.is_packed:
-        batch = packed.packed_of(spec, extra).count
+        batch = packed.packed_of(spec, extra).num_seqs
     found: list[Tensor | None] = []
     for name, x in zip(spec.tensor_args, extra, strict=True):
         if x is None:

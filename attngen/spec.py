@@ -490,14 +490,17 @@ def _validate(spec: AttentionSpec) -> None:
             flag(name, getattr(spec, name))
 
 
+def no_pairs(name: str) -> str:
+    """Why packed sequences have no mask and no bias."""
+    return (
+        f'{name} with layout="thd" is refused: it would hold a number for each pair of packed '
+        "rows, most of them of two sequences; call once for each sequence"
+    )
+
+
 def _unpacked(spec: AttentionSpec) -> list[str]:
     """What packed sequences cannot have."""
-    why = [
-        f'{name} with layout="thd" is refused: it would hold a number for each pair of packed rows, '
-        "most of them of two sequences; call once for each sequence"
-        for name in ("attn_mask", "bias")
-        if getattr(spec, name)
-    ]
+    why = [no_pairs(name) for name in ("attn_mask", "bias") if getattr(spec, name)]
     if spec.is_fp8:
         why.append('FP8 inputs with layout="thd" are not built yet; dequantise them')
     return why

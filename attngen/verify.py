@@ -17,7 +17,7 @@ from attngen import packed, packed_reference, reference
 from attngen.api import compile
 from attngen.fp8 import quantize, spread
 from attngen.packed_reference import Sequences
-from attngen.spec import DESCALES, AttentionSpec
+from attngen.spec import DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import Direction, Workload
 
 # Sizes that find mistakes, as (seqlen_q, seqlen_k): one row, no tile divides them, more queries
@@ -169,7 +169,7 @@ def _attend_packed(
         at = Sequences.of(*offsets)
         return packed_reference.yardstick(spec, q, k, v, narrow, at, **beside, seed=SEED)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-    named = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), offsets, strict=True))
+    named: dict[str, Any] = dict(zip(PACKED_ARGS, offsets, strict=False))
     out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **named, **beside)
     return out.transpose(0, 1)[None], lse.transpose(0, 1)[None]
 

@@ -139,7 +139,10 @@ def check(
 
     right, right_grads = solve()
     yard, yard_grads = solve(math_dtype=torch.float32, round_to=narrow)
-    rows = [("out", out, right.out, yard.out, q.dtype), ("lse", lse, right.lse, yard.lse, lse.dtype)]
+    rows = [
+        ("out", out, right.out, yard.out, q.dtype),
+        ("lse", lse, right.lse, yard.lse, lse.dtype),
+    ]
     rows += [
         (f"d{name}", grad, right_grads[name], yard_grads[name], leaves[name].dtype)
         for name, grad in zip(leaves, got, strict=True)
@@ -494,8 +497,8 @@ def test_values_are_looked_at_in_every_call() -> None:
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "bias": ({"bias": torch.zeros(59, 66)}, "bias with packed sequences is refused"),
-    "mask": ({"attn_mask": torch.ones(59, 66).bool()}, "attn_mask with packed sequences"),
+    "bias": ({"bias": torch.zeros(59, 66)}, 'bias with layout="thd" is refused'),
+    "mask": ({"attn_mask": torch.ones(59, 66).bool()}, 'attn_mask with layout="thd"'),
     "shard": ({"q_start": 1}, "q_start, .* with packed sequences are not built yet"),
     "total": ({"seqlen_k_total": 66}, "seqlen_.*_total with packed sequences"),
 }
@@ -523,7 +526,7 @@ def test_dense_rows_are_refused() -> None:
 
 def test_a_spec_without_packed_sequences_refuses_offsets() -> None:
     attn = attngen.compile(AttentionSpec(head_dim=16, dtype="float32"))
-    with pytest.raises(attngen.SpecError, match='cu_seqlens_k is given, but the spec says layout'):
+    with pytest.raises(attngen.SpecError, match="cu_seqlens_k is given, but the spec says layout"):
         attn(*make_qkv(), cu_seqlens_k=CU_K)
 
 

@@ -241,14 +241,16 @@ def _sampled_sequences(
         return None if x is None else packed_reference.of_sequence(x, sequences.rows[n], count)
 
     for n, at in packed_reference.samples(at_rows):
-        here = reference.sampled_rows(spec, *inputs_of(n), at, do=rows_of(n, each.do), **how)
+        q, k, v = inputs_of(n)
+        here = reference.sampled_rows(spec, q, k, v, at, do=rows_of(n, each.do), **how)
         if each.do is None:
             put(out=here.out, lse=here.lse)
         else:
             put(dq=here.dq)
     for n, at in packed_reference.samples(at_keys) if each.do is not None else ():
-        results = (rows_of(n, x) for x in (each.out, each.lse, each.do))
-        there = reference.sampled_keys(spec, *inputs_of(n), *results, at, **how)
+        q, k, v = inputs_of(n)
+        out, lse, do = (rows_of(n, x) for x in (each.out, each.lse, each.do))
+        there = reference.sampled_keys(spec, q, k, v, out, lse, do, at, **how)
         put(dk=there.dk, dv=there.dv)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
