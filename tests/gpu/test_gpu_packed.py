@@ -63,7 +63,9 @@ def assert_sequence(
 
     wanted, yard = solve(torch.float64), solve(torch.float32, round_to=q.dtype)
     got = [found[0], found[1][..., None], *found[2:]]
-    for name, x, want, about in zip("out lse dq dk dv".split(), got, wanted, yard, strict=True):
+    for name, x, want, about in zip(
+        ("out", "lse", "dq", "dk", "dv"), got, wanted, yard, strict=True
+    ):
         here = x[rows, heads].transpose(0, 1)[None]
         good, why = oracle.judge(here, want, x.dtype, yard=about)
         assert good, f"{name} of rows {begin} to {begin + length}: {why}"
