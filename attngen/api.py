@@ -34,6 +34,7 @@ from attngen.checks import (
 from attngen.dropout import seed_tensor
 from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
+from attngen.jagged import is_nested, jagged
 from attngen.spec import FP8_DTYPES, AttentionSpec
 from attngen.values import (
     MAX_POSITION,
@@ -198,6 +199,10 @@ class Attention:
         if spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        nested = None
+        if spec.is_packed and is_nested(q):
+            nested = jagged(q, k, v, spec.layout, *offsets)
+            (q, k, v), offsets = nested.tensors, nested.offsets
         if spec.is_packed:
             sequences = packed.offsets(spec.layout, *offsets)
             packed.refuse_beside(attn_mask, bias, shard)
@@ -241,6 +246,8 @@ class Attention:
             out = out.transpose(1, 2)
         elif sequences is not None:
             out, lse = packed.rows_first(out, lse)
+        if nested is not None:
+            out, lse = nested.nested(out), nested.nested(lse)
         return _results(out, lse, return_lse, return_aux)
 
     def explain(
@@ -321,7 +328,8 @@ def attention(
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
     the spec's fp8_scale is, a tensor that acts on scores turns its spec field on, and cu_seqlens_q
-    and cu_seqlens_k make the layout "thd".
+    and cu_seqlens_k make the layout "thd". Jagged nested tensors, (batch, heads, seqlen, dim) or of
+    layout "bshd", are packed sequences, too, and so are their results; k and v share offsets.
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -334,7 +342,13 @@ def attention(
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
     shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-    sequences = None
+    sequences, nested = None, None
+    if is_nested(q):
+        given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        nested = jagged(q, k, v, layout, *given)
+        q, k, v = nested.tensors
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = nested.offsets
+        layout = "thd"
     has_offsets = not (cu_seqlens_q is None and cu_seqlens_k is None)
     has_used = not (seqused_q is None and seqused_k is None)
     if has_offsets or has_used or (isinstance(layout, str) and layout == "thd"):
@@ -405,6 +419,8 @@ def attention(
         out = out.transpose(1, 2)
     elif sequences is not None:
         out, lse = packed.rows_first(out, lse)
+    if nested is not None:
+        out, lse = nested.nested(out), nested.nested(lse)
     return _results(out, lse, return_lse, return_aux)
 
 

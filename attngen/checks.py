@@ -381,8 +381,9 @@ def check_kinds(tensors: dict[str, Any]) -> None:
             )
         if x.is_nested:
             raise SpecError(
-                f"{name} is a nested tensor; pad it with torch.nested.to_padded_tensor, or call "
-                "once for each sequence"
+                f'{name} is a nested tensor, which attngen.attention and specs with layout="thd" '
+                "take where q, k and v are jagged; pad it with torch.nested.to_padded_tensor, or "
+                "call once for each sequence"
             )
         if x.layout is not torch.strided:
             raise SpecError(f"{name} is {x.layout}, not dense; call {name}.to_dense()")

@@ -26,6 +26,13 @@ UNEVEN = ([5, 0, 37, 1, 16], [9, 3, 21, 0, 33])
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 NARROW = [pytest.param(dtype, id=str(dtype)[6:]) for dtype in DTYPES]
 DETERMINISTIC = pytest.mark.parametrize("deterministic", [True, False], ids=["kernel", "atomic"])
+MOSTLY_DETERMINISTIC = pytest.mark.parametrize(
+    "deterministic",
+    [
+        pytest.param(True, id="kernel"),
+        pytest.param(False, id="atomic", marks=pytest.mark.slow),
+    ],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -167,13 +174,16 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize(
+    "causal",
+    [True, *(pytest.param(each, marks=pytest.mark.slow) for each in (False, "top_left"))],
+)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_lengths(lengths: Any, causal: bool | str) -> None:
     check(*inputs(lengths), offsets(lengths[0]), offsets(lengths[1]), causal=causal)
 
 
-@DETERMINISTIC
+@MOSTLY_DETERMINISTIC
 @pytest.mark.parametrize("dtype", NARROW)
 def test_dtypes(dtype: torch.dtype, deterministic: bool) -> None:
     check(*inputs(dtype=dtype), *map(offsets, UNEVEN), causal=True, deterministic=deterministic)
@@ -197,13 +207,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@DETERMINISTIC
+@MOSTLY_DETERMINISTIC
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options(options: dict[str, Any], deterministic: bool) -> None:
     check(*inputs(), *map(offsets, UNEVEN), deterministic=deterministic, **options)
 
 
-@DETERMINISTIC
+@MOSTLY_DETERMINISTIC
 @pytest.mark.parametrize(
     ("dim", "dim_v", "heads", "heads_kv"),
     [(40, 24, 2, 2), (96, None, 2, 1), (16, 48, 6, 2)],
@@ -438,9 +448,74 @@ def test_flops_count_keys_of_the_mean_length() -> None:
     assert counts[0] == counts[1] > 0
 
 
+CU_Q, CU_K = offsets(UNEVEN[0]), offsets(UNEVEN[1])
+
+
+# ---- nested tensors ---------------------------------------------------------------------------
+
+
+def nested(x: Tensor, lengths: Sequence[int], heads_first: bool = True) -> Tensor:
+    """A jagged leaf of rows x, (batch, heads, seqlen, dim) or (batch, seqlen, heads, dim)."""
+    at = offsets(lengths).long()
+    made = torch.nested.nested_tensor_from_jagged(x.detach().clone(), at)
+    made = made.transpose(1, 2) if heads_first else made
+    return made.detach().requires_grad_()
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+def test_nested_tensors(layout: str) -> None:
+    lengths = ([5, 20, 1], [9, 3, 21])
+    q, k, v = inputs(lengths)
+    cu = [offsets(each) for each in lengths]
+    want, want_lse = attngen.attention(
+        q, k, v, cu_seqlens_q=cu[0], cu_seqlens_k=cu[1], causal=True, return_lse=True
+    )
+    heads_first = layout == "bhsd"
+    of_q = nested(q, lengths[0], heads_first)
+    of_k = nested(k, lengths[1], heads_first)
+    rows = torch.nested.nested_tensor_from_jagged(v.detach().clone(), of_k.offsets())
+    of_v = (rows.transpose(1, 2) if heads_first else rows).detach().requires_grad_()
+    out, lse = attngen.attention(of_q, of_k, of_v, causal=True, return_lse=True, layout=layout)
+    assert out.shape == of_q.shape  # the same ragged length, too
+
+    def flat(x: Tensor) -> Tensor:
+        return x.values().transpose(0, 1) if heads_first else x.values()
+
+    assert_close((flat(out), flat(lse)), (want, want_lse), atol=0)
+    grads = torch.autograd.grad(flat(out).square().sum(), (of_q, of_k, of_v))
+    wanted = torch.autograd.grad(want.square().sum(), (q, k, v))
+    assert_close(map(flat, grads), wanted, atol=0)
+    spec = AttentionSpec(head_dim=DIM, dtype="float32", causal=True, layout="thd")
+    assert_close([flat(attngen.compile(spec)(of_q, of_k, of_v))], [want], atol=0)
+
+
+def test_nested_tensors_with_holes() -> None:
+    """torch.nested.narrow leaves rows unused: their lengths are used ones."""
+    x = torch.randn(2, 9, HEADS, DIM)
+    starts, lengths = torch.tensor([0, 2]), torch.tensor([5, 7])
+    q = torch.nested.narrow(x, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+    out = attngen.attention(q, q, q)
+    for n, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        one = x[n, start : start + length].transpose(0, 1)[None]
+        assert_close([out.unbind()[n]], attngen.attention(one, one, one))
+
+
+def test_nested_tensors_that_do_not_fit() -> None:
+    q, k, v = inputs()
+    of_q = nested(q, UNEVEN[0])
+    of_k, of_v = (nested(x, UNEVEN[1]) for x in (k, v))  # each with offsets of its own
+    for changes, message in (
+        ({"v": of_v}, "k and v must share their offsets"),
+        ({"k": torch.randn(2, 1, 3, DIM)}, "k is no jagged tensor of 4 dims"),
+        ({"layout": "bshd"}, 'must be .batch, seqlen, heads, dim. with layout="bshd"'),
+        ({"cu_seqlens_q": CU_Q}, "nested tensors, which have offsets of their own"),
+    ):
+        with pytest.raises(attngen.SpecError, match=message):
+            attngen.attention(**{"q": of_q, "k": of_k, "v": of_k, **changes})
+
+
 # ---- what is refused --------------------------------------------------------------------------
 
-CU_Q, CU_K = offsets(UNEVEN[0]), offsets(UNEVEN[1])
 COUNT = len(UNEVEN[0])
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "one-missing": ({"cu_seqlens_k": None}, "cu_seqlens_q without cu_seqlens_k"),
