@@ -82,6 +82,22 @@ def keep_masks(options: dict[str, Any], heads: int, cu_q: Tensor, cu_k: Tensor, 
     return [keep[n, :, :i, :j] for n, (i, j) in enumerate(zip(rows, keys, strict=True))]
 
 
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, **how: Any) -> Any:
+    """`oracle.varlen`, where each sequence may have sinks of its own."""
+    sinks = how.pop("sinks", None)
+    if sinks is None or sinks.dim() == 1:
+        return oracle.varlen(q, k, v, cu_q, cu_k, sinks=sinks, **how)
+    slopes = how.pop("alibi_slopes", None)
+    outs, lses = [], []
+    for n in range(len(sinks)):
+        each = how | {"sinks": sinks[n], "alibi_slopes": None if slopes is None else slopes[n]}
+        at = cu_q[n : n + 2]
+        one = oracle.varlen(q, k, v, at, cu_k[n : n + 2], **each)  # zeros in other rows
+        outs.append(one.out)
+        lses.append(one.lse)
+    return oracle.Result(torch.stack(outs).sum(0), torch.stack(lses).amax(0))
+
+
 def check(
     q: Tensor,
     k: Tensor,
@@ -137,7 +153,7 @@ def check(
     def solve(**how: Any) -> tuple[Any, dict[str, Tensor]]:
         leaf = how.get("math_dtype", torch.float64)
         return oracle.gradients(
-            lambda q, k, v, **x: oracle.varlen(q, k, v, cu_q, cu_k, **x, **fixed, **named, **how),
+            lambda q, k, v, **x: varlen(q, k, v, cu_q, cu_k, **x, **fixed, **named, **how),
             leaves,
             do,
             dlse,
