@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import ops, resolve
+from attngen import ops, packed, resolve
 from attngen.checks import (
     BIAS_DTYPES,
     SCORE_FIELDS,
@@ -35,6 +35,7 @@ from attngen.checks import (
 from attngen.dropout import seed_tensor
 from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
+from attngen.jagged import is_nested, jagged
 from attngen.masks import check_mask_fields, check_masks, fields_of
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.spec import AUX, FP8_DTYPES, AttentionSpec, function_text
@@ -128,6 +129,10 @@ class Attention:
         q_descale: Tensor | None = None,
         k_descale: Tensor | None = None,
         v_descale: Tensor | None = None,
+        cu_seqlens_q: Tensor | None = None,
+        cu_seqlens_k: Tensor | None = None,
+        seqused_q: Tensor | None = None,
+        seqused_k: Tensor | None = None,
         q_start: int = 0,
         q_step: int = 1,
         k_start: int = 0,
@@ -143,7 +148,8 @@ class Attention:
 
         Args:
             q: (batch, num_heads_q, seqlen_q, head_dim); for layout "bshd" (batch, seqlen_q,
-                num_heads_q, head_dim), and so on.
+                num_heads_q, head_dim), and so on; for "thd" (total_q, num_heads_q, head_dim),
+                where batch is the number of sequences elsewhere.
             k: (batch, num_heads_kv, seqlen_k, head_dim); num_heads_q is a multiple of num_heads_kv.
             v: (batch, num_heads_kv, seqlen_k, head_dim_v).
             return_lse: also return lse, float32 (batch, num_heads_q, seqlen_q), the natural log of
@@ -181,6 +187,12 @@ class Attention:
             q_descale, k_descale, v_descale: the scales of FP8 inputs, positive float32, as
                 `attngen.quantize` gives them: () for fp8_scale "tensor", (batch, num_heads_kv) for
                 "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block".
+            cu_seqlens_q, cu_seqlens_k: of layout "thd", int32 (num_seqs + 1) on q's device:
+                sequence n owns rows cu_seqlens[n] to cu_seqlens[n + 1], which may be none. Not
+                looked at on the host, so that a GPU is never waited for; offsets that decrease or
+                pass the end give wrong results there, but read no other memory.
+            seqused_q, seqused_k: int32 (num_seqs): how many of a sequence's rows are used, from
+                the first on. The others get out 0, lse -inf and gradients 0, whatever they hold.
             q_start, q_step, k_start, k_step: where this call's rows stand in the whole sequence
                 (shards): row i is row start + i * step.
             seqlen_q_total, seqlen_k_total: lengths of the whole sequences, which bottom-right
@@ -192,7 +204,7 @@ class Attention:
         Returns:
             out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype (bfloat16 for FP8) and
             layout; (out, lse) or (out, aux) on request. A query that sees no key has out 0 and lse
-            -inf.
+            -inf. For layout "thd" lse is (total_q, num_heads_q).
 
         Raises:
             SpecError: an argument, shape or device does not fit the spec; a tensor whose spec field
@@ -216,8 +228,21 @@ class Attention:
         wanted = _NONE if return_aux is _NONE else tuple(return_aux)
         if wanted:
             key = _key_with_aux(key, wanted)
+        shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
+        sequences = None
         if spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
+        offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        nested = None
+        if spec.is_packed and is_nested(q):
+            nested = jagged(q, k, v, spec.layout, *offsets)
+            (q, k, v), offsets = nested.tensors, nested.offsets
+        if spec.is_packed:
+            sequences = packed.offsets(spec.layout, *offsets)
+            packed.refuse_beside(attn_mask, bias, shard)
+            q, k, v = packed.heads_first(q, k, v)
+        elif not (offsets[0] is offsets[1] is offsets[2] is offsets[3] is None):
+            packed.refuse_offsets(spec.layout, *offsets)
         check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
         descales = (q_descale, k_descale, v_descale)
         if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
@@ -226,7 +251,8 @@ class Attention:
         if self._scores or not (
             attn_mask is None and bias is None and alibi_slopes is None and sinks is None
         ):
-            scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
+            count = None if sequences is None else sequences.num_seqs
+            scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
             check_score_fields(self._scores, scores)
         masks = None
         if self._masks or not (
@@ -257,20 +283,33 @@ class Attention:
             scores=scores,
             masks=masks,
             aux=aux,
-            shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
+            sequences=sequences,
+            shard=shard,
             starts=(batch_start, head_start),
             partial=partial,
         )
         if spec.layout == "bshd":
             out = out.transpose(1, 2)
+        elif sequences is not None:
+            out, lse = packed.rows_first(out, lse)
+        if nested is not None:
+            out, lse = nested.nested(out), nested.nested(lse)
         return _results(out, lse, return_lse, wanted, sides)
 
-    def explain(self, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
-        """Which record, config and lowering serve a call of these tensors, and why."""
+    def explain(
+        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None
+    ) -> Explanation:
+        """Which record, config and lowering serve a call of these tensors, and why. Of packed
+        sequences, cu_seqlens_q says how many there are."""
+        count = None
         if self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
+        elif self.spec.is_packed:
+            q, k, v = packed.heads_first(q, k, v)
+            offsets = packed.offsets(self.spec.layout, cu_seqlens_q, cu_seqlens_q, None, None)
+            count = offsets.num_seqs
         check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
-        return explain_call(self.spec, q, k, v)
+        return explain_call(self.spec, q, k, v, count)
 
     def source(self, direction: Direction = "fwd", workload: Workload | None = None) -> str:
         """The emitted text that serves a workload (default: batch 1, 16 heads, 4096 tokens)."""
@@ -316,6 +355,10 @@ def attention(
     q_descale: Tensor | None = None,
     k_descale: Tensor | None = None,
     v_descale: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
     layout: str = "bhsd",
     precision: str = "ieee",
     deterministic: bool | None = None,
@@ -337,9 +380,11 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is, and a tensor that acts on scores, or tells which keys a query sees,
-    turns its spec field on. score_mod and mask_mod are read anew in each call, with the tensors they
-    have then; a compiled spec reads them once.
+    the spec's fp8_scale is; a tensor that acts on scores, or tells which keys a query sees, turns
+    its spec field on; cu_seqlens_q and cu_seqlens_k make the layout "thd". Jagged nested tensors,
+    (batch, heads, seqlen, dim) or of layout "bshd", are packed sequences, too, and so are their
+    results; k and v share offsets. score_mod and mask_mod are read anew in each call, with the
+    tensors they have then; a compiled spec reads them once.
 
     Raises:
         SpecError: an option, shape, dtype or device is wrong.
@@ -351,7 +396,22 @@ def attention(
             return _results(refused, refused, return_lse, return_aux)
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
-    if isinstance(layout, str) and layout == "bshd":
+    shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
+    sequences, nested = None, None
+    if is_nested(q):
+        given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        nested = jagged(q, k, v, layout, *given)
+        q, k, v = nested.tensors
+        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = nested.offsets
+        layout = "thd"
+    has_offsets = not (cu_seqlens_q is None and cu_seqlens_k is None)
+    has_used = not (seqused_q is None and seqused_k is None)
+    if has_offsets or has_used or (isinstance(layout, str) and layout == "thd"):
+        sequences = packed.offsets(layout, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+        layout = "thd"
+        packed.refuse_beside(attn_mask, bias, shard)
+        q, k, v = packed.heads_first(q, k, v)
+    elif isinstance(layout, str) and layout == "bshd":
         q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
     check_call(q, k, v, None, None, name)
@@ -360,7 +420,8 @@ def attention(
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
-        scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks)
+        count = None if sequences is None else sequences.num_seqs
+        scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
     masks = None
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
@@ -428,12 +489,17 @@ def attention(
         scores=scores,
         masks=masks,
         aux=aux,
-        shard=(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total),
+        sequences=sequences,
+        shard=shard,
         starts=(batch_start, head_start),
         partial=partial,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
+    elif sequences is not None:
+        out, lse = packed.rows_first(out, lse)
+    if nested is not None:
+        out, lse = nested.nested(out), nested.nested(lse)
     return _results(out, lse, return_lse, wanted, sides)
 
 
@@ -628,6 +694,7 @@ def _run(
     scores: dict[str, Tensor] | None,
     masks: dict[str, Tensor] | None,
     aux: tuple[Tensor, ...] | None,
+    sequences: packed.Packed | None,
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -690,6 +757,8 @@ def _run(
         extra += masks.values()
     if aux is not None:
         extra += aux
+    if sequences is not None:
+        extra += sequences
     extra += descales
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped

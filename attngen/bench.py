@@ -23,6 +23,7 @@ from torch import Tensor
 from attngen import lowering
 from attngen.api import compile
 from attngen.config import KernelConfig
+from attngen.errors import UnsupportedSpecError
 from attngen.explain import explain_workload
 from attngen.fp8 import quantize
 from attngen.gpu import current
@@ -114,6 +115,13 @@ def bench(
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[Comparison]:
     """Time a spec on a workload, one direction after the other."""
+    if spec.is_packed:
+        raise UnsupportedSpecError(
+            [
+                'bench of layout="thd" is not built yet: its peers take other arguments; `attngen '
+                "tune` times it"
+            ]
+        )
     given = replace(spec, layout="bhsd")
     gpu = current()
     for direction in directions:

@@ -23,11 +23,12 @@ from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.masks import document_scratch
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
+from attngen.packed import check_offsets, check_values, packed_of
 from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.score_terms import Sums, placed
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.values import MAX_POSITION
-from attngen.workload import Direction, Workload, bucket, in_chunk
+from attngen.workload import Direction, Workload, bucket, in_chunk, packed_workload
 
 
 class Memory(NamedTuple):
@@ -60,6 +61,8 @@ class _Call(NamedTuple):
     """Side outputs that follow out and lse."""
     places: AttentionSpec | None = None
     """Set if `extra` must be placed first, as kernels take it: the spec."""
+    sequences: AttentionSpec | None = None
+    """Set if the values of offsets must be looked at, on the CPU: the spec."""
 
 
 TRANSPOSED_KEYS = 128
@@ -109,7 +112,7 @@ def forward(
         batch, heads, seqlen_q, _ = q.shape
         out = _bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
         lse = _float32(batch, heads, seqlen_q)
-        if q.numel() == 0 or v.numel() == 0:
+        if _is_nothing(spec, q, v, extra):
             return [
                 out.make(q).zero_(),
                 lse.make(q).fill_(float("-inf")),
@@ -150,9 +153,9 @@ def backward(
     at = _layout(text_key, (*inputs, *extra), scalars, ints)
     call = _CALLS.get(at)
     if call is None or _is_off(*inputs, *extra):
-        _check(text_key, q, k, v, extra)
+        spec = _check(text_key, q, k, v, extra)
         results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
-        if q.numel() == 0 or v.numel() == 0:
+        if _is_nothing(spec, q, v, extra):
             return [each.make(q).zero_() for each in results]
         inputs = _ready(*inputs)
         q, k, v, *_, dout, _ = inputs
@@ -189,7 +192,7 @@ def _all_gradients(
     if call is None or _is_off(*inputs, *extra):
         _check(text_key, q, k, v, extra)
         results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
-        if q.numel() == 0 or v.numel() == 0:
+        if _is_nothing(spec, q, v, extra):
             zeros = [torch.zeros_like(x) for n, x in terms.items() if x is not None and n in sums]
             return [*(each.make(q).zero_() for each in results), *zeros]
         inputs = _ready(*inputs)
@@ -255,6 +258,13 @@ def _dequantized_backward(
     q, k, v = operands
     grads = backward(wide.text_key, q, k, v, out, lse, dout, dlse, rest, scalars, ints)
     return [grad.mul_(scale) for grad, scale in zip(grads, scales, strict=True)]
+
+
+def _is_nothing(spec: AttentionSpec, q: Tensor, v: Tensor, extra: Sequence[Tensor | None]) -> bool:
+    """Does no query see any key, by the shapes?"""
+    if q.numel() == 0 or v.numel() == 0:
+        return True
+    return spec.is_packed and packed_of(spec, extra).num_seqs == 0
 
 
 def _are_same(ready: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> bool:
@@ -356,6 +366,9 @@ def _settled(
     if "chunk" in named:
         left, right = in_chunk((left, right), named["chunk"], spec.is_causal)
     sizes = Workload(batch, heads, k.shape[1], seqlen_q, k.shape[2])
+    if spec.is_packed:
+        count = packed_of(spec, extra).num_seqs
+        sizes = packed_workload(count, heads, k.shape[1], seqlen_q, k.shape[2])
     place = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
     device = device_index_of(q)
     resolved = resolve(text_key, place, device)
@@ -379,7 +392,8 @@ def _settled(
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args) + buffers
     run = kernel.prepared(numbers, keywords)
-    call = _Call(run, device, memory, spec.aux if direction == "fwd" else ())
+    aux = spec.aux if direction == "fwd" else ()
+    call = _Call(run, device, memory, aux, sequences=spec if spec.is_packed else None)
     if not captured:
         _remember(at, call, resets)
         if also is not None and also != at:
@@ -411,12 +425,17 @@ def _numbers(
         numbers["align"] = total_k - total_q if named["bottom_right"] else 0
         if spec.tree_mask:
             numbers["tree_end"] = total_k
+    if spec.is_packed and spec.aligns_rows:  # each sequence has its own
+        numbers["align"] = int(bool(named["bottom_right"]))
     return numbers
 
 
 def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
     """Run a call's kernel on its device, into new memory."""
     like: Tensor = inputs[0]  # type: ignore[assignment]  # q, never None
+    if call.device is None and call.sequences is not None:
+        key: Tensor = inputs[1]  # type: ignore[assignment]  # never None
+        check_values(packed_of(call.sequences, extra), like.shape[2], key.shape[2])
     made = [each.make(like) for each in call.memory]
     tensors = (*inputs, *made, *extra)
     if call.device is None or call.device == torch._C._cuda_getDevice():
@@ -447,4 +466,6 @@ def _check(
         )
     if spec.fp8_scale is not None:
         check_descales(spec.fp8_scale, q, k, extra[-len(DESCALES) :])
+    if spec.is_packed:
+        check_offsets(spec, q, extra)
     return spec

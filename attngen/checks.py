@@ -26,10 +26,6 @@ BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Tensor arguments whose spec field exists but whose kernels are not built yet.
 _TENSOR_FIELD = {
-    "cu_seqlens_q": 'layout="thd"',
-    "cu_seqlens_k": 'layout="thd"',
-    "seqused_q": 'layout="thd"',
-    "seqused_k": 'layout="thd" or paged',
     "block_table": "paged",
     "block_map": "block_map",
 }
@@ -252,13 +248,20 @@ def check_descales(scale: str, q: Tensor, k: Tensor, descales: Sequence[Tensor |
 
 
 def check_scores(
-    q: Tensor, k: Tensor, attn_mask: Any, bias: Any, alibi_slopes: Any, sinks: Any
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Any,
+    bias: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    num_seqs: int | None = None,
 ) -> dict[str, Tensor]:
     """The tensors that act on scores, as the op takes them, by the spec's field: views of 4 dims,
     each 1 or full, or (1 or batch, num_heads_q).
 
     Args:
         q, k: (batch, heads, seqlen, dim).
+        num_seqs: of packed sequences, which count as batch.
     """
     found: dict[str, Tensor] = {}
     if attn_mask is not None:
@@ -273,7 +276,7 @@ def check_scores(
         found["bias"] = _check_tile("bias", bias, q, k)
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
-            found[SCORE_FIELDS[name]] = _check_heads(name, x, q)
+            found[SCORE_FIELDS[name]] = _check_heads(name, x, q, num_seqs)
     return found
 
 
@@ -343,7 +346,7 @@ def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
     return all(size == 1 or size == most for size, most in zip(shape, full, strict=True))
 
 
-def _check_heads(name: str, x: Any, q: Tensor) -> Tensor:
+def _check_heads(name: str, x: Any, q: Tensor, num_seqs: int | None) -> Tensor:
     """A number for each query head, as (1 or batch, num_heads_q)."""
     check_place(name, x, q)
     if not x.is_floating_point() or x.element_size() == 1:
@@ -351,7 +354,7 @@ def _check_heads(name: str, x: Any, q: Tensor) -> Tensor:
             f"{name} must be of a float dtype of 16 bits or more, got {x.dtype}; cast it with "
             f"{name}.float()"
         )
-    batch, heads = q.shape[0], q.shape[1]
+    batch, heads = q.shape[0] if num_seqs is None else num_seqs, q.shape[1]
     rows: Tensor = x.unsqueeze(0) if x.dim() == 1 else x
     if rows.dim() != 2 or rows.shape[1] != heads or (rows.shape[0] != 1 and rows.shape[0] != batch):
         raise SpecError(
@@ -371,8 +374,9 @@ def check_kinds(tensors: dict[str, Any]) -> None:
             )
         if x.is_nested:
             raise SpecError(
-                f"{name} is a nested tensor; pad it with torch.nested.to_padded_tensor, or call "
-                "once for each sequence"
+                f'{name} is a nested tensor, which attngen.attention and specs with layout="thd" '
+                "take where q, k and v are jagged; pad it with torch.nested.to_padded_tensor, or "
+                "call once for each sequence"
             )
         if x.layout is not torch.strided:
             raise SpecError(f"{name} is {x.layout}, not dense; call {name}.to_dense()")

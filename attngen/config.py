@@ -252,6 +252,11 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
             for name, size in (("block_m", config.block_m), ("block_n", config.block_n))
             if size > SCALE_ROWS
         ]
+    if spec.is_packed and config.tiles == "descriptor":
+        why.append(
+            "tiles=descriptor writes whole tiles, and one of packed sequences may end in the "
+            "middle; use tiles=pointer"
+        )
     if isinstance(config, BwdConfig) and config.dq == "atomic" and spec.deterministic:
         why.append("dq=atomic adds in no fixed order, and the spec asks for deterministic=true")
     if gpu.is_interpreter:
@@ -273,11 +278,11 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
 def descriptors_pay(spec: AttentionSpec, gpu: GpuInfo) -> bool:
     """Are tensor descriptors (TMA) worth trying?
 
-    They address rows of whole 16 bytes. Tiles they load lie as tensor cores read them: products in
-    full float32, which use none, spill on them.
+    They address rows of whole 16 bytes, and tiles of packed sequences not at all. Tiles they load
+    lie as tensor cores read them: products in full float32, which use none, spill on them.
     """
     whole = all(dim * spec.element_size % 16 == 0 for dim in (spec.head_dim, spec.head_dim_v))
-    return gpu.has_tma and whole and not spec.is_exact
+    return gpu.has_tma and whole and not spec.is_exact and not spec.is_packed
 
 
 def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> PortableConfig:

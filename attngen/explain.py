@@ -23,6 +23,7 @@ from attngen.workload import (
     Direction,
     Workload,
     check_direction,
+    packed_workload,
     spec_bucket,
 )
 
@@ -125,9 +126,15 @@ def explain_workload(
     return Explanation(spec, workload, tuple(choices))
 
 
-def explain_call(spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor) -> Explanation:
-    """What serves a call of these tensors, each (batch, heads, seqlen, dim)."""
+def explain_call(
+    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, num_seqs: int | None = None
+) -> Explanation:
+    """What serves a call of these tensors, each (batch, heads, seqlen, dim), or of so many packed
+    sequences."""
     workload = Workload(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    if num_seqs is not None:
+        sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+        workload = packed_workload(num_seqs, *sizes)
     where = device_info(device_index_of(q))
     made = explain_workload(spec, workload, gpu=where)
     choices = []

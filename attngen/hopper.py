@@ -138,6 +138,8 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         why.append(f"lowering=hopper needs a dtype of 16 or 8 bits, got dtype={spec.dtype}")
     if spec.has_dropout:
         why.append("lowering=hopper has no dropout")
+    if spec.is_packed:
+        why.append('lowering=hopper has no layout="thd" (packed sequences)')
     why += [
         f"lowering=hopper has no {name}"
         for name in (

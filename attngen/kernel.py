@@ -42,6 +42,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("prefix", spec.prefix_lm),
             ("documents", spec.documents),
             ("tree", spec.tree_mask),
+            ("packed", spec.is_packed),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),

@@ -156,10 +156,11 @@ def _out_dtype(text_key: str, lists: Any) -> torch.dtype:
 def _whole(text_key: str, q: Tensor, k: Tensor, v: Tensor, lists: Any) -> _Whole:
     extra, scalars, ints = lists
     spec = parsed(text_key)
-    if spec.has_masks or spec.has_functions:
+    if spec.has_masks or spec.has_functions or spec.is_packed:
         raise NotImplementedError(
-            "attngen: second derivatives, and mixtures of both modes, are not built under prefix_lm, "
-            "documents, tree_mask, score_mod and mask_mod; say it by attn_mask and bias"
+            "attngen: second derivatives, and mixtures of both modes, are not built under "
+            'prefix_lm, documents, tree_mask, score_mod, mask_mod and layout="thd"; say it by '
+            "attn_mask and bias"
         )
     named = dict(zip(spec.int_args, ints, strict=True))
     scalar = dict(zip(spec.scalar_args, scalars, strict=True))

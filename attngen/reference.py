@@ -65,9 +65,11 @@ def dropout_keep(
     dropout_p: float,
     *,
     device: torch.device | str = "cpu",
+    batch_start: int = 0,
 ) -> Tensor:
     """The bool mask (batch, heads, seqlen_q, seqlen_k) of entries that dropout keeps."""
     b, h, i, j = (torch.arange(n, device=device) for n in (batch, heads, seqlen_q, seqlen_k))
+    b = b + batch_start
     return philox_keep(seed, b[:, None, None, None], h[:, None, None], i[:, None], j, dropout_p)
 
 
@@ -248,6 +250,7 @@ def attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | Tensor = 0,
+    batch_start: int = 0,
     math_dtype: torch.dtype = torch.float64,
     round_to: torch.dtype | None = None,
     **more: Tensor | None,
@@ -261,6 +264,7 @@ def attention(
         sinks: (heads,) or (batch, heads); exp(sink) joins the denominator, but not lse.
         more: prefix_lens, doc_ids_q, doc_ids_k, tree_mask, aux0 and so on: those of the spec.
         seed: of dropout.
+        batch_start: number of the first batch row, for dropout.
         math_dtype: in which everything is computed.
         round_to: round P and dS to this dtype where a good kernel must; for `yardstick`.
         aux: aux0, aux1, ..., the tensors of score_mod and mask_mod.
@@ -291,7 +295,8 @@ def attention(
     keep = None
     if spec.has_dropout:
         sizes = (batch, heads, seqlen_q, seqlen_k)
-        keep = dropout_keep(seed, *sizes, spec.dropout_p, device=q.device)
+        drop_p = spec.dropout_p
+        keep = dropout_keep(seed, *sizes, drop_p, device=q.device, batch_start=batch_start)
     p = _dropped(spec, p, keep)
     if round_to is not None:
         p = rounded_weights(spec, p, round_to)
@@ -342,6 +347,7 @@ def yardstick(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     seed: int | Tensor = 0,
+    batch_start: int = 0,
     **more: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """The measure of a fair error: float32, rounded to `narrow` only where a good kernel must.
@@ -358,6 +364,7 @@ def yardstick(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         seed=seed,
+        batch_start=batch_start,
         math_dtype=torch.float32,
         round_to=narrow,
         **more,

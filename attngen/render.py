@@ -81,6 +81,7 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["chunked"] if spec.has_chunk else []
     masks = {"prefix": spec.prefix_lm, "documents": spec.documents, "tree": spec.tree_mask}
     traits += [name for name, is_on in masks.items() if is_on]
+    traits += ["packed"] if spec.is_packed else []
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
@@ -102,6 +103,8 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     """
     digest = hashlib.sha256()
     variants = structural_variants(direction)
+    if spec.is_packed:  # has no descriptors
+        variants = [config for config in variants if config.tiles == "pointer"]
     if arch == hopper.ARCH and not hopper.unserved_anywhere(spec):
         variants += hopper_variants(spec, direction)
     for config in variants:

@@ -230,7 +230,10 @@ class _Tracer(TorchDispatchMode):
 
     def unsupported(self, what: str, why: str = "kernels do not have it") -> UnsupportedSpecError:
         return UnsupportedSpecError(
-            [f"{self.who} uses {what}, but {why}; operators on 0-d tensors are {', '.join(known())}"]
+            [
+                f"{self.who} uses {what}, but {why}; operators on 0-d tensors are "
+                f"{', '.join(known())}"
+            ]
         )
 
     # ---- operators -----------------------------------------------------------------------------

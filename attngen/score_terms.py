@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from attngen import packed
 from attngen.errors import UnsupportedSpecError
 from attngen.masks import MASK_FIELDS, placed_mask
 from attngen.memory import on_16_bytes
@@ -25,6 +26,8 @@ def placed(
 ) -> list[Tensor | None]:
     """`extra` as kernels take it."""
     batch, heads, seqlen_q, _ = q.shape
+    if spec.is_packed:
+        batch = packed.packed_of(spec, extra).num_seqs
     found: list[Tensor | None] = []
     for name, x in zip(spec.tensor_args, extra, strict=True):
         if x is None:
@@ -53,6 +56,7 @@ class Sums:
             raise UnsupportedSpecError(
                 [f"the gradient of {x} is added in no fixed order: deterministic" for x in self.aux]
             )
+        self.is_packed = spec.is_packed
 
     def __contains__(self, name: str) -> bool:
         return name in self.wanted
@@ -81,6 +85,10 @@ class Sums:
                 found.append(q.new_zeros(shape, dtype=torch.float32).expand(full))
             elif name == "alibi_slopes":
                 tiles = -(-k.shape[2] // SUM_KEYS)
+                if self.is_packed:
+                    offsets = given["cu_seqlens_q"]
+                    assert offsets is not None
+                    tiles = packed.slots(k.shape[2], offsets.shape[0] - 1)
                 found.append(q.new_zeros((batch, heads, tiles), dtype=torch.float32))
             elif name in self.aux:
                 aux = given[name]
@@ -98,6 +106,8 @@ class Sums:
     ) -> list[Tensor]:
         """The gradients in the order of spec.gradient_args, of the inputs' shapes and dtypes."""
         at = dict(zip(self.names, buffers, strict=True))
+        if self.is_packed:
+            return self._of_packed(given, at, out, lse, dout)
         found = []
         for name in self.wanted:
             x = given[name]
@@ -117,9 +127,46 @@ class Sums:
             found.append(grad.to(x.dtype))
         return found
 
+    def _of_packed(
+        self,
+        given: dict[str, Tensor | None],
+        at: dict[str, Tensor],
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor,
+    ) -> list[Tensor]:
+        """The same of packed sequences, each of which may have slopes and sinks of its own."""
+        found = []
+        cu_q, cu_k = given["cu_seqlens_q"], given["cu_seqlens_k"]
+        assert cu_q is not None
+        assert cu_k is not None
+        for name in self.wanted:
+            x = given[name]
+            assert x is not None
+            if name == "alibi_slopes":
+                each = at["slope_sums"].squeeze(0)
+            else:
+                wide = x.float()
+                if x.shape[0] != 1:
+                    wide = wide[packed.sequence_of_rows(cu_q, out.shape[2])]
+                each = _of_sinks_by_row(wide.T[None], out, lse, dout).squeeze(0)
+            if x.shape[0] == 1:
+                grad = each.sum(1)[None]
+            elif name == "alibi_slopes":
+                grad = packed.sums_of_slots(each, cu_k)
+            else:
+                grad = packed.sums_of_rows(each, cu_q)
+            found.append(grad.to(x.dtype))
+        return found
+
 
 def _of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
     """Minus the sum over rows of P times rowsum(out * do), P the sink's weight: (batch, heads)."""
+    return _of_sinks_by_row(sinks[:, :, None], out, lse, dout).sum(2)
+
+
+def _of_sinks_by_row(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor) -> Tensor:
+    """What each row adds to that: (batch, heads, seqlen_q)."""
     dp = (out.float() * dout.float()).sum(3)
-    weight = torch.sigmoid(sinks[:, :, None] - lse)  # exp(sink) / (exp(sink) + exp(lse))
-    return -(weight * dp).where(lse != float("-inf"), 0.0).sum(2)
+    weight = torch.sigmoid(sinks - lse)  # exp(sink) / (exp(sink) + exp(lse))
+    return -(weight * dp).where(lse != float("-inf"), 0.0)

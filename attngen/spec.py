@@ -42,6 +42,8 @@ GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
 AUX = ("max_logit", "col_sum", "entropy")
 """Side outputs that kernels write beside lse, in the order of the op's results."""
 FUNCTIONS = ("score_mod", "mask_mod")
+PACKED_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
+"""Of packed sequences; a call may leave the last two out."""
 
 # Fields of the public spec whose kernels are not built yet, with what each would bring.
 _NOT_BUILT = {
@@ -102,7 +104,9 @@ class AttentionSpec:
             negative index counts from the end; one out of range reads the nearest entry.
             Differentiable, floating tensors included. templates/README.md lists the operators.
         mask_mod: mask_mod(b, h, q_idx, k_idx), likewise; returns a bool, and False hides the key.
-        layout: "bhsd" (batch, heads, seqlen, dim) or "bshd" (batch, seqlen, heads, dim).
+        layout: "bhsd" (batch, heads, seqlen, dim), "bshd" (batch, seqlen, heads, dim), or "thd":
+            packed sequences, q (total_q, heads, dim) and so on, whose calls take cu_seqlens_q and
+            cu_seqlens_k. Positions, masks and alignments are those of each sequence.
         fp8_scale: what shares a scale of FP8 inputs: "tensor" all of it; "head" one key/value head
             of one batch row, with the query heads that read it; "block" 128 rows of that.
         precision: "ieee" or "tf32"; how float32 inputs are multiplied.
@@ -210,8 +214,8 @@ class AttentionSpec:
                 "aux=col_sum under prefix_lm, documents, tree_mask, score_mod or mask_mod is not "
                 "built yet; say it by attn_mask and bias"
             )
-        if self.layout == "thd":
-            reasons.append('layout="thd" (packed sequences) is not built yet')
+        if self.is_packed:
+            reasons += _unpacked(self)
         if reasons:
             raise UnsupportedSpecError(reasons)
 
@@ -304,14 +308,15 @@ class AttentionSpec:
         return None if self.mask_mod is None else read("mask_mod", str(self.mask_mod))
 
     @property
-    def aux(self) -> tuple[Aux, ...]:
+    def function_tensors(self) -> tuple[Aux, ...]:
         """The tensors that functions read: score_mod's, then mask_mod's."""
         functions = (self.score_function, self.mask_function)
         return tuple(aux for each in functions if each is not None for aux in each.aux)
 
     @property
     def captured(self) -> tuple[Any, ...] | None:
-        """The tensors that functions brought along when this spec was made, in the order of `aux`;
+        """The tensors that functions brought along when this spec was made, in the order of
+        `function_tensors`;
         None if it was read from a text."""
         found: list[Any] = []
         for text, each in (
@@ -320,17 +325,17 @@ class AttentionSpec:
         ):
             if each is not None and each.aux:
                 found += getattr(text, "tensors", ())
-        return tuple(found) if len(found) == len(self.aux) else None
+        return tuple(found) if len(found) == len(self.function_tensors) else None
 
     @property
     def aux_args(self) -> tuple[str, ...]:
         """Names of those tensors among `tensor_args`."""
-        return tuple(f"aux{n}" for n in range(len(self.aux)))
+        return tuple(f"aux{n}" for n in range(len(self.function_tensors)))
 
     @property
     def aux_parameters(self) -> tuple[str, ...]:
         """What printed kernels take for those tensors."""
-        return aux_parameters(self.aux)
+        return aux_parameters(self.function_tensors)
 
     @property
     def score_parameters(self) -> tuple[str, ...]:
@@ -346,7 +351,7 @@ class AttentionSpec:
     def aux_run_time(self) -> tuple[str, ...]:
         """Those of `aux_parameters` whose values compile nothing: all but pointers and last
         strides."""
-        last = {f"aux{n}_stride{each.dims - 1}" for n, each in enumerate(self.aux)}
+        last = {f"aux{n}_stride{each.dims - 1}" for n, each in enumerate(self.function_tensors)}
         return tuple(x for x in self.aux_parameters if not x.endswith("_ptr") and x not in last)
 
     def function_helpers(self, direction: Direction) -> frozenset[str]:
@@ -419,6 +424,16 @@ class AttentionSpec:
     @property
     def has_softcap(self) -> bool:
         return self.softcap is not None
+
+    @property
+    def is_packed(self) -> bool:
+        """Sequences lie one behind another, and offsets on the device say where each begins."""
+        return self.layout == "thd"
+
+    @property
+    def of_sequence(self) -> AttentionSpec:
+        """The spec of one sequence of a packed one."""
+        return replace(self, layout="bhsd") if self.is_packed else self
 
     @property
     def is_fp8(self) -> bool:
@@ -503,6 +518,7 @@ class AttentionSpec:
             "doc_ids_q": self.documents,
             "doc_ids_k": self.documents,
             "tree_mask": self.tree_mask,
+            **dict.fromkeys(PACKED_ARGS, self.is_packed),
         }
         names = tuple(name for name, is_given in given.items() if is_given)
         return names + self.aux_args + (DESCALES if self.is_fp8 else ())
@@ -557,7 +573,7 @@ class AttentionSpec:
             chunk=1 if self.has_chunk else None,
             score_mod=self.score_mod and str(self.score_mod),
             mask_mod=self.mask_mod and str(self.mask_mod),
-            layout="bhsd",
+            layout="thd" if self.is_packed else "bhsd",
             precision=self.precision if self.dtype == "float32" else "ieee",
             deterministic=bool(self.deterministic),
         )
@@ -702,6 +718,28 @@ def function_text(name: str, value: Any) -> Any:
     from attngen.score_capture import capture  # torch, which only functions need
 
     return capture(name, value)
+
+
+def no_pairs(name: str) -> str:
+    """Why packed sequences have no mask and no bias."""
+    return (
+        f'{name} with layout="thd" is refused: it would hold a number for each pair of packed '
+        "rows, most of them of two sequences; call once for each sequence"
+    )
+
+
+def _unpacked(spec: AttentionSpec) -> list[str]:
+    """What packed sequences cannot have."""
+    why = [no_pairs(name) for name in ("attn_mask", "bias") if getattr(spec, name)]
+    beside = ("prefix_lm", "documents", "tree_mask", "score_mod", "mask_mod", "aux")
+    why += [
+        f'{name} with layout="thd" is not built yet; call once for each sequence'
+        for name in beside
+        if getattr(spec, name)
+    ]
+    if spec.is_fp8:
+        why.append('FP8 inputs with layout="thd" are not built yet; dequantise them')
+    return why
 
 
 def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:

@@ -211,11 +211,11 @@ def _check_tangents(spec: AttentionSpec, given: dict[str, tuple[Tensor, Tensor |
         raise UnsupportedSpecError(
             ["forward-mode derivatives of FP8 inputs are not built; dequantise them"]
         )
-    if spec.has_masks or spec.has_functions:
+    if spec.has_masks or spec.has_functions or spec.is_packed:
         raise UnsupportedSpecError(
             [
-                "forward-mode derivatives under prefix_lm, documents, tree_mask, score_mod and "
-                "mask_mod are not built; say it by attn_mask and bias"
+                "forward-mode derivatives under prefix_lm, documents, tree_mask, score_mod, "
+                'mask_mod and layout="thd" are not built; say it by attn_mask and bias'
             ]
         )
     for name, (x, tangent) in given.items():

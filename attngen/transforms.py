@@ -26,6 +26,13 @@ def register(library: torch.library.Library) -> None:
     register_flop_formula(torch.ops.attngen.jvp)(_flops_tangents)
 
 
+def _refuse_packed(text_key: str) -> None:
+    if parsed(text_key).is_packed:
+        raise SpecError(
+            "vmap over packed sequences is not offered; pack the samples' sequences into one call"
+        )
+
+
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
     """Move a vmapped dimension to the front and fold it into the batch."""
     x = x.unsqueeze(0).expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
@@ -43,6 +50,7 @@ def _vmap_forward(
     scalars: Any,
     ints: Any,
 ) -> Any:
+    _refuse_packed(text_key)
     folded = [_fold(x, d, info.batch_size) for x, d in zip((q, k, v), in_dims[1:4], strict=True)]
     batch = _sample(q, in_dims[1]).shape[0]
     extra = _fold_extra(text_key, extra, in_dims[4], info.batch_size, batch)
@@ -51,6 +59,7 @@ def _vmap_forward(
 
 
 def _vmap_backward(info: Any, in_dims: Any, text_key: Any, *arguments: Any) -> Any:
+    _refuse_packed(text_key)
     tensors, (extra, scalars, ints, *rest) = arguments[:7], arguments[7:]
     needs = rest[0] if rest else []
     folded = [
@@ -152,13 +161,14 @@ def _fold_one(spec: AttentionSpec, name: str, x: Any, dim: int | None, size: int
 def _flops_forward(text_key: str, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
     """2 products of 2*B*H*Sq*Sk*D, whatever is masked (what torch counts for SDPA)."""
     batch, heads, seqlen_q, dim = q
-    return int(2 * batch * heads * seqlen_q * k[2] * (dim + v[3]))
+    return int(2 * batch * heads * seqlen_q * _keys(text_key, k, rest[0]) * (dim + v[3]))
 
 
 def _flops_backward(text_key: str, q: Any, k: Any, v: Any, *rest: Any, **more: Any) -> int:
     """5 products: S and dK, dQ with head_dim columns, dP and dV with head_dim_v."""
     batch, heads, seqlen_q, dim = q
-    return int(2 * batch * heads * seqlen_q * k[2] * (3 * dim + 2 * v[3]))
+    keys = _keys(text_key, k, rest[4])
+    return int(2 * batch * heads * seqlen_q * keys * (3 * dim + 2 * v[3]))
 
 
 def _flops_tangents(
@@ -170,3 +180,13 @@ def _flops_tangents(
     columns = dim * (1 + (tq is not None) + (tk is not None))
     columns += v[3] * (1 + (tq is not None or tk is not None) + (tv is not None))
     return int(2 * batch * heads * seqlen_q * k[2] * columns)
+
+
+def _keys(text_key: str, k: Any, extra: Any) -> float:
+    """Keys that a query may see: of packed sequences the mean length, as lengths are on the
+    device."""
+    spec = parsed(text_key)
+    if not spec.is_packed:
+        return float(k[2])
+    count = extra[spec.tensor_args.index("cu_seqlens_k")][0] - 1
+    return float(k[2] / max(count, 1))

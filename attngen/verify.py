@@ -13,12 +13,13 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from attngen import reference
+from attngen import packed, packed_reference, reference
 from attngen.api import compile
 from attngen.fp8 import quantize, spread
 from attngen.mask_rules import made
+from attngen.packed_reference import Sequences
 from attngen.score_reference import example_aux
-from attngen.spec import DESCALES, AttentionSpec
+from attngen.spec import DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import Direction, Workload
 
 # Sizes that find mistakes, as (seqlen_q, seqlen_k): one row, no tile divides them, more queries
@@ -77,9 +78,13 @@ def shapes(workload: Workload | None, device: str) -> list[Workload]:
 def verify(
     spec: AttentionSpec, workloads: list[Workload], directions: tuple[Direction, ...], device: str
 ) -> Iterator[Check]:
-    """Compare every result of the kernels that `attngen.compile(spec)` runs with the oracle's."""
+    """Compare every result of the kernels that `attngen.compile(spec)` runs with the oracle's.
+
+    The batch of a packed spec is sequences of uneven lengths, which a workload gives the mean of.
+    """
     for workload in workloads:
-        yield from _verify(replace(spec, layout="bhsd"), workload, directions, device)
+        layout = "thd" if spec.is_packed else "bhsd"
+        yield from _verify(replace(spec, layout=layout), workload, directions, device)
 
 
 def _verify(
@@ -107,7 +112,10 @@ def _verify(
             leaf = own.to(torch.float64 if is_exact else own.dtype, copy=True)
             beside[name] = leaf.requires_grad_(backward)
             leaves.append(leaf)
-        out, lse = _attend(kind, spec, q, k, v, beside, given.descales)
+        if given.offsets is None:
+            out, lse = _attend(kind, spec, q, k, v, beside, given.descales)
+        else:
+            out, lse = _attend_packed(kind, spec, q, k, v, beside, given.offsets)
         found = [out, lse]
         if backward:
             found += reference.gradients(out, lse, tuple(leaves), given.dout, given.dlse)
@@ -153,6 +161,28 @@ def _attend(
     return out, lse
 
 
+def _attend_packed(
+    kind: Kind,
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    beside: dict[str, Any],
+    offsets: tuple[Tensor, Tensor],
+) -> tuple[Tensor, Tensor]:
+    if kind == "oracle":
+        at = Sequences.of(*offsets)
+        return packed_reference.attention(spec, q, k, v, at, **beside, seed=SEED)
+    if kind == "yardstick":
+        narrow = None if q.dtype == torch.float32 else q.dtype
+        at = Sequences.of(*offsets)
+        return packed_reference.yardstick(spec, q, k, v, narrow, at, **beside, seed=SEED)
+    q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
+    named: dict[str, Any] = dict(zip(PACKED_ARGS, offsets, strict=False))
+    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **named, **beside)
+    return out.transpose(0, 1)[None], lse.transpose(0, 1)[None]
+
+
 class _Inputs(NamedTuple):
     q: Tensor
     k: Tensor
@@ -162,6 +192,8 @@ class _Inputs(NamedTuple):
     beside: dict[str, Tensor]
     """attn_mask, bias, alibi_slopes and sinks: those of the spec."""
     descales: tuple[Tensor, ...] = ()
+    offsets: tuple[Tensor, Tensor] | None = None
+    """cu_seqlens_q and cu_seqlens_k."""
 
 
 def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
@@ -169,6 +201,12 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
     generator = torch.Generator().manual_seed(SEED)
     batch, heads_q, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
     rows, keys = workload.seqlen_q, workload.seqlen_k
+    offsets = None
+    if spec.is_packed:
+        lengths = (packed.spread_lengths(batch, mean) for mean in (rows, keys))
+        first, second = (packed.offsets_of(each, device) for each in lengths)
+        offsets = (first, second)
+        batch, rows, keys = 1, batch * rows, batch * keys
     dtype = getattr(torch, spec.out_dtype)
 
     def normal(*shape: int) -> Tensor:
@@ -192,7 +230,7 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
     aux = example_aux(spec, workload, "cpu", generator)
     beside |= {name: x.to(device) for name, x in aux.items()}
     if spec.fp8_scale is None:
-        return _Inputs(q, k, v, dout, dlse, beside)
+        return _Inputs(q, k, v, dout, dlse, beside, offsets=offsets)
     q, k, v, *descales = quantize(q, k, v, dtype=spec.dtype, scale=spec.fp8_scale)
     return _Inputs(q, k, v, dout, dlse, beside, tuple(descales))
 

@@ -65,6 +65,17 @@ class Workload:
         return ",".join(str(getattr(self, field.name)) for field in fields(self))
 
 
+def packed_workload(
+    count: int, num_heads_q: int, num_heads_kv: int, total_q: int, total_k: int
+) -> Workload:
+    """The workload of packed sequences: so many, of the mean length, rounded up.
+
+    Their lengths are values on the device, which a bucket must not depend on; totals are shapes.
+    """
+    count = max(count, 1)
+    return Workload(count, num_heads_q, num_heads_kv, -(-total_q // count), -(-total_k // count))
+
+
 MAX_SIZE = 2**31
 """Of a length, or of batch times heads, rounded up to a power of two."""
 

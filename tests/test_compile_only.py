@@ -50,6 +50,7 @@ SPECS = {
         "dropout_p": 0.1,
     },
     "float32": {"dtype": "float32", "head_dim": 32, "causal": True},
+    "packed": {"layout": "thd", "causal": True, "alibi": True, "sinks": True, "dropout_p": 0.1},
     "e5m2-block": {"dtype": "float8_e5m2", "fp8_scale": "block", "causal": True},
 }
 
@@ -72,7 +73,7 @@ def _lines(fields: dict[str, Any], tiles: tuple[str, ...]) -> list[dict[str, Any
         }
         for direction in DIRECTIONS
         for config in structural_variants(direction)
-        if config.tiles in tiles
+        if config.tiles in tiles and not (spec.is_packed and config.tiles == "descriptor")
     ]
 
 

@@ -677,7 +677,6 @@ def test_option_is_honoured(path: str, options: dict[str, Any]) -> None:
 UNBUILT_FIELDS: dict[str, Any] = {
     "paged": True,
     "block_map": True,
-    "layout": "thd",
 }
 
 
@@ -688,10 +687,6 @@ def test_spec_field_that_is_not_built_is_refused(field: str) -> None:
 
 
 UNBUILT_TENSORS = [
-    "cu_seqlens_q",
-    "cu_seqlens_k",
-    "seqused_q",
-    "seqused_k",
     "block_table",
     "block_map",
 ]
@@ -710,9 +705,9 @@ def test_tensor_argument_without_its_spec_field_is_refused(path: str, name: str)
 def test_compiled_graph_refuses_what_eager_calls_refuse() -> None:
     """Dynamo replaces exceptions of the code it traces, so that the graph raises this one."""
     compiled = torch.compile(attngen.attention, fullgraph=True, backend="aot_eager")
-    packed = torch.randn(7, 2, 16)  # not even of four dims
-    with pytest.raises(attngen.UnsupportedSpecError, match="cu_seqlens_q= needs") as raised:
-        compiled(packed, packed, packed, cu_seqlens_q=torch.tensor([0, 3, 7]))
+    flat = torch.randn(7, 2, 16)  # not even of four dims
+    with pytest.raises(attngen.UnsupportedSpecError, match="block_table= needs") as raised:
+        compiled(flat, flat, flat, block_table=torch.tensor([0, 3, 7]))
     assert len(raised.value.reasons) == 1
 
 

@@ -58,6 +58,8 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_tree": ({"causal": True, "tree_mask": True}, FWD),
     "fwd_score_mod": ({"score_mod": RELATIVE}, FWD),
     "fwd_mask_mod": ({"mask_mod": DOCUMENTS}, FWD),
+    "fwd_packed": ({"layout": "thd", "causal": True}, FWD),
+    "bwd_packed": ({"layout": "thd", "causal": True}, BWD),
     "bwd_base": ({}, BWD),
     "bwd_bias": ({"bias": True}, BWD),
     "bwd_alibi": ({"alibi": True}, BWD),
@@ -157,6 +159,16 @@ HOPPER_MATRIX = [
 ]  # fmt: skip
 
 
+PACKED_MATRIX = [
+    AttentionSpec(head_dim=64, layout="thd", **mask, **scores, **rest)
+    for mask, scores, rest in itertools.product(
+        ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}, {"chunk": 7}),
+        ({}, {"alibi": True}, {"sinks": True}, {"alibi": True, "sinks": True}),
+        ({}, {"dropout_p": 0.1, "softcap": 9.0}, {"dtype": "float32", "head_dim_v": 96}),
+    )
+]  # fmt: skip
+
+
 def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in MATRIX:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
@@ -168,6 +180,10 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in (*TERMS_MATRIX[::step], *MASKS_MATRIX[::step]):
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
             yield spec, config
+    for spec in PACKED_MATRIX[::step]:
+        for config in (*structural_variants("fwd"), *structural_variants("bwd")):
+            if config.tiles == "pointer":  # all that packed sequences have
+                yield spec, config
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config

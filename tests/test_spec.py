@@ -131,7 +131,7 @@ def test_bad_json_is_a_spec_error(text: str) -> None:
 
 def test_unsupported_spec_lists_every_reason() -> None:
     with pytest.raises(UnsupportedSpecError) as raised:
-        AttentionSpec(head_dim=64, paged=True, block_map=True, layout="thd")
+        AttentionSpec(head_dim=64, paged=True, block_map=True, layout="thd", bias=True)
     assert len(raised.value.reasons) == 3
     for piece in ("paged", "block_map", 'layout="thd"'):
         assert piece in str(raised.value)

@@ -12,16 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen import packed
 from attngen.calls import side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
+from attngen.packed_reference import Sequences
 from attngen.reference import alignment, scale_of
 from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
-from attngen.spec import DESCALES, AttentionSpec
+from attngen.spec import DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import Workload
 
 SEED = 0x5EED_0F_A77E
@@ -63,6 +65,14 @@ class Case:
     """What the forward writes for the spec's side outputs."""
     daux: dict[str, Tensor] = field(default_factory=dict)
     """Sums of the gradients of aux tensors, by the names of these."""
+    offsets: tuple[Tensor, Tensor] | None = None
+    """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
+
+    @property
+    def sequences(self) -> Sequences:
+        """Where packed sequences lie."""
+        assert self.offsets is not None
+        return Sequences.of(*self.offsets)
 
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,6 +101,10 @@ class Case:
             named["chunk"] = spec.chunk
         if spec.aligns_rows:
             named["align"] = alignment(spec, sizes.seqlen_q, sizes.seqlen_k)
+        if self.offsets is not None:
+            named |= zip(PACKED_ARGS, self.offsets, strict=False)
+            if spec.aligns_rows:
+                named["align"] = int(spec.causal != "top_left")
         if spec.is_fp8:
             named |= zip(DESCALES, self.descales, strict=True)
         heads = (sizes.batch, sizes.num_heads_q)
@@ -126,6 +140,8 @@ class Case:
             named["dbias"] = self.dbias
         if self.slope_sums is not None:
             named["dslopes"] = self.slope_sums.sum(2)
+        if self.slope_sums is not None and self.offsets is not None:
+            named["dslopes"] = packed.sums_of_slots(self.slope_sums[0], self.offsets[1])
         return named | {f"d{name}": each for name, each in self.daux.items()}
 
     def spoil(self, config: KernelConfig) -> None:
@@ -166,6 +182,14 @@ def make(
     spec = tunable(spec)
     batch, heads, heads_kv = workload.batch, workload.num_heads_q, workload.num_heads_kv
     rows, keys = workload.seqlen_q, workload.seqlen_k
+    sums = -(-keys // SUM_KEYS)
+    offsets = None
+    if spec.is_packed:  # batch is the number of sequences, and the lengths are their means
+        sums = packed.slots(batch * keys, batch)
+        lengths = (packed.spread_lengths(batch, mean) for mean in (rows, keys))
+        first, second = (packed.offsets_of(each, device) for each in lengths)
+        offsets = (first, second)
+        batch, rows, keys = 1, batch * rows, batch * keys
     dim, dim_v = spec.head_dim, spec.head_dim_v
     dtype = getattr(torch, spec.out_dtype)
     generator = None if device == "meta" else torch.Generator(device).manual_seed(SEED)
@@ -200,7 +224,7 @@ def make(
     if backward and learns_scores and spec.bias:
         named["dbias"] = numbers(*beside["bias"].shape)
     if backward and learns_scores and spec.alibi:
-        named["slope_sums"] = numbers(batch, heads, -(-keys // SUM_KEYS))
+        named["slope_sums"] = numbers(batch, heads, sums)
     daux = {}
     if backward and learns_scores and not spec.deterministic:
         daux = {name: numbers(*beside[name].shape) for name in spec.learnt_aux}
@@ -227,6 +251,7 @@ def make(
         doc_tiles=tiles,
         sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
         daux=daux,
+        offsets=offsets,
         **named,
     )
 
@@ -283,8 +308,9 @@ def _up(rows: int, multiple: int) -> int:
 def _padded(spec: AttentionSpec, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
     """The stored shape: 16 bytes a row at least, as memory.aligned gives, and rows in sixteens."""
     rows, dim = _up(rows, _STORED_ROWS), _up(dim, 16 if spec.is_fp8 else _STORED_COLUMNS)
-    return (batch, rows, heads, dim) if spec.layout == "bshd" else (batch, heads, rows, dim)
+    is_rows_first = spec.layout in ("bshd", "thd")
+    return (batch, rows, heads, dim) if is_rows_first else (batch, heads, rows, dim)
 
 
 def _as_bhsd(values: Tensor, layout: str) -> Tensor:
-    return values.transpose(1, 2) if layout == "bshd" else values
+    return values.transpose(1, 2) if layout in ("bshd", "thd") else values

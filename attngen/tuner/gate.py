@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen import reference
+from attngen import packed_reference, reference
 from attngen.config import KernelConfig
 from attngen.kernel import kernel
 from attngen.reference import Verdict
@@ -46,13 +46,15 @@ def epsilon(spec: AttentionSpec, name: str) -> float:
     return unit
 
 
-def small_workloads(group_size: int, interpret: bool) -> list[Workload]:
+def small_workloads(group_size: int, interpret: bool, is_packed: bool = False) -> list[Workload]:
     """Shapes for every config: one that no tile divides, and one with more rows than keys.
 
     Where there is more than one batch row, they share a mask and a bias.
     """
     if interpret:
         group = min(group_size, _INTERPRETED_GROUP)
+        if is_packed:
+            return [Workload(3, group, 1, 25, 41)]
         return [Workload(1, group, 1, 75, 139)]
     group = group_size
     return [Workload(2, 2 * group, 2, 193, 259), Workload(1, group, 1, 256, 128)]
@@ -75,7 +77,7 @@ class SmallGate:
         self._interpret = device == "cpu"
         self._backward = direction == "bwd"
         spec = small_spec(spec)
-        workloads = small_workloads(group_size, self._interpret)
+        workloads = small_workloads(group_size, self._interpret, spec.is_packed)
         if self._interpret and self._backward and spec.bias:  # a gradient that is added to
             workloads.append(replace(workloads[0], batch=2, seqlen_q=33, seqlen_k=40))
         self.cases = [
@@ -141,7 +143,15 @@ def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         leaves["dslopes"] = beside["alibi_slopes"] = leaf(each.beside["alibi_slopes"])
     for name in each.daux:
         leaves[f"d{name}"] = beside[name] = leaf(each.beside[name])
-    if dtype == torch.float64:
+    if each.offsets is not None:
+        how = {**beside, "seed": each.seed}
+        inputs = (each.spec, q, k, v)
+        if dtype == torch.float64:
+            out, lse = packed_reference.attention(*inputs, each.sequences, **how)
+        else:
+            narrow = _narrow(each)
+            out, lse = packed_reference.yardstick(*inputs, narrow, each.sequences, **how)
+    elif dtype == torch.float64:
         out, lse = reference.attention(each.spec, q, k, v, **beside, seed=each.seed)
     else:
         narrow = _narrow(each)
@@ -161,6 +171,8 @@ def _narrow(each: Case) -> torch.dtype | None:
 def sampled(each: Case, config: KernelConfig) -> Verdict:
     """Run a config on the tuned shape and compare sampled rows (and keys, of a backward)."""
     run(each, config, interpret=each.q.device.type == "cpu")
+    if each.offsets is not None:
+        return _sampled_of_packed(each, config)
     sizes = each.workload
     rows = _sample(each, sizes.num_heads_q, sizes.seqlen_q)
     keys = _sample(each, sizes.num_heads_kv, sizes.seqlen_k)
@@ -170,6 +182,80 @@ def sampled(each: Case, config: KernelConfig) -> Verdict:
     actual = {name: found[name][tuple(at[name].T)] for name in at}
     verdicts = _verdicts(each.spec, actual, Expected(wanted, yard))
     return _joined(verdicts, f"in sampled rows of {sizes}")
+
+
+def _sampled_of_packed(each: Case, config: KernelConfig) -> Verdict:
+    """The same of packed sequences: rows of sampled sequences."""
+    sizes, sequences = each.workload, each.sequences
+    at_rows, at_keys = (
+        _sample_of_packed(each, heads, begins)
+        for heads, begins in (
+            (sizes.num_heads_q, sequences.rows),
+            (sizes.num_heads_kv, sequences.keys),
+        )
+    )
+    wanted, yard = (
+        _sampled_sequences(each, at_rows, at_keys, **how) for how in _exact_and_narrow(each)
+    )
+    found = each.results(config)
+    rows = packed_reference.rows_at(sequences.rows, at_rows)
+    keys = packed_reference.rows_at(sequences.keys, at_keys)
+    actual = {
+        name: found[name][tuple((keys if name in ("dk", "dv") else rows).T)]
+        for name in found
+        if name in wanted
+    }
+    verdicts = _verdicts(each.spec, actual, Expected(wanted, yard))
+    return _joined(verdicts, f"in sampled rows of {sizes}")
+
+
+def _sample_of_packed(each: Case, heads: int, begins: list[slice]) -> Tensor:
+    """(SAMPLES, 3) random (sequence, head, row) of sequences that have rows, in their order."""
+    generator = torch.Generator().manual_seed(case.SEED)
+    lengths = torch.tensor([at.stop - at.start for at in begins])
+    full = lengths.nonzero().flatten()
+    at = full[torch.randint(len(full), (SAMPLES,), generator=generator)]
+    at[0], at[1] = full[0], full[-1]
+    row = (torch.rand(SAMPLES, generator=generator) * lengths[at]).long()
+    row[0], row[1] = 0, lengths[at[1]] - 1
+    head = torch.randint(heads, (SAMPLES,), generator=generator)
+    found = torch.stack([at, head, row], 1)
+    return found[at.argsort(stable=True)].to(each.q.device)
+
+
+def _sampled_sequences(
+    each: Case, at_rows: Tensor, at_keys: Tensor, **how: Any
+) -> dict[str, Tensor]:
+    how |= {"seed": each.seed, **each.beside}
+    count, sequences, spec = each.workload.batch, each.sequences, each.spec.of_sequence
+    found: dict[str, list[Tensor]] = {}
+
+    def put(**results: Tensor | None) -> None:
+        for name, x in results.items():
+            if x is not None:
+                found.setdefault(name, []).append(x)
+
+    def inputs_of(n: int) -> list[Tensor]:
+        places = (sequences.rows[n], sequences.keys[n], sequences.keys[n])
+        pairs = zip(each.operands, places, strict=True)
+        return [packed_reference.of_sequence(x, at, count) for x, at in pairs]
+
+    def rows_of(n: int, x: Tensor | None) -> Any:
+        return None if x is None else packed_reference.of_sequence(x, sequences.rows[n], count)
+
+    for n, at in packed_reference.samples(at_rows):
+        q, k, v = inputs_of(n)
+        here = reference.sampled_rows(spec, q, k, v, at, do=rows_of(n, each.do), **how)
+        if each.do is None:
+            put(out=here.out, lse=here.lse)
+        else:
+            put(dq=here.dq)
+    for n, at in packed_reference.samples(at_keys) if each.do is not None else ():
+        q, k, v = inputs_of(n)
+        out, lse, do = (rows_of(n, x) for x in (each.out, each.lse, each.do))
+        there = reference.sampled_keys(spec, q, k, v, out, lse, do, at, **how)
+        put(dk=there.dk, dv=there.dv)
+    return {name: torch.cat(parts) for name, parts in found.items()}
 
 
 def _exact_and_narrow(each: Case) -> list[dict[str, Any]]:

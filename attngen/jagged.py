@@ -1,0 +1,75 @@
+"""torch's jagged nested tensors as packed sequences, and results as nested tensors again."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from attngen.errors import SpecError
+
+_RAGGED = {"bhsd": 2, "bshd": 1}
+"""The dim of sequences."""
+
+
+class Jagged(NamedTuple):
+    """A call of jagged q, k and v: what packed sequences need, and how results become nested."""
+
+    tensors: tuple[Tensor, Tensor, Tensor]
+    """q, k and v, (total, heads, dim)."""
+    offsets: tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+    """In the order of `spec.PACKED_ARGS`."""
+    of_q: Tensor
+    lengths_of_q: Tensor | None
+    heads_first: bool
+
+    def nested(self, rows: Tensor) -> Tensor:
+        """A result (total_q, heads, ...) nested as q is."""
+        made = torch.nested.nested_tensor_from_jagged(rows, self.of_q, self.lengths_of_q)
+        return made.transpose(1, 2) if self.heads_first else made
+
+
+def is_nested(q: Any) -> bool:
+    return isinstance(q, Tensor) and q.is_nested
+
+
+def jagged(q: Any, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
+    """The parts of nested q, k and v; `given` are offsets of the call, which must not be.
+
+    Raises:
+        SpecError: one is not jagged, they do not belong together, or the layout is another.
+    """
+    if any(x is not None for x in given):
+        raise SpecError(
+            "cu_seqlens and seqused with nested tensors, which have offsets of their own; leave "
+            "them out, or pass q.values() and so on"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not is_nested(x) or x.layout is not torch.jagged or x.dim() != 4:
+            kind = f"{tuple(x.shape)}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
+            if is_nested(x) and x.layout is not torch.jagged:
+                kind = str(x.layout)  # has no shape
+            raise SpecError(
+                f"q is nested, but {name} is no jagged tensor of 4 dims, got {kind}; make one with "
+                "torch.nested.nested_tensor(..., layout=torch.jagged)"
+            )
+    at: int = q._ragged_idx
+    if at != _RAGGED.get(layout, at) or at not in (1, 2) or k._ragged_idx != at:
+        here = {2: "(batch, heads, seqlen, dim)", 1: "(batch, seqlen, heads, dim)"}
+        step = 'layout="bshd"' if at == 1 else ".transpose(1, 2)"
+        raise SpecError(
+            f'q, k and v must be {here[_RAGGED.get(layout, 2)]} with layout="{layout}", got '
+            f"sequences in dims {at}, {k._ragged_idx} and {v._ragged_idx}; pass {step}"
+        )
+    if k.shape[:3] != v.shape[:3] or q.shape[0] != k.shape[0]:
+        raise SpecError(
+            f"k and v must share their offsets, and q their batch, got shapes {tuple(q.shape)}, "
+            f"{tuple(k.shape)} and {tuple(v.shape)}; make v with "
+            "torch.nested.nested_tensor_from_jagged(..., offsets=k.offsets())"
+        )
+    heads_first = at == 2
+    rows = (x.values().transpose(0, 1) if heads_first else x.values() for x in (q, k, v))
+    used = (None if x.lengths() is None else x.lengths().int() for x in (q, k))
+    offsets = (q.offsets().int(), k.offsets().int(), *used)
+    return Jagged(tuple(rows), offsets, q.offsets(), q.lengths(), heads_first)  # type: ignore[arg-type]  # three and four
