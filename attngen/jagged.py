@@ -34,7 +34,7 @@ def is_nested(q: Any) -> bool:
     return isinstance(q, Tensor) and q.is_nested
 
 
-def jagged(q: Tensor, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
+def jagged(q: Any, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
     """The parts of nested q, k and v; `given` are offsets of the call, which must not be.
 
     Raises:
@@ -54,7 +54,7 @@ def jagged(q: Tensor, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
                 f"q is nested, but {name} is no jagged tensor of 4 dims, got {kind}; make one with "
                 "torch.nested.nested_tensor(..., layout=torch.jagged)"
             )
-    at: int = q._ragged_idx  # type: ignore[attr-defined]  # of NestedTensor
+    at: int = q._ragged_idx
     if at != _RAGGED.get(layout, at) or at not in (1, 2) or k._ragged_idx != at:
         here = {2: "(batch, heads, seqlen, dim)", 1: "(batch, seqlen, heads, dim)"}
         step = 'layout="bshd"' if at == 1 else ".transpose(1, 2)"
@@ -69,7 +69,7 @@ def jagged(q: Tensor, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
             "torch.nested.nested_tensor_from_jagged(..., offsets=k.offsets())"
         )
     heads_first = at == 2
-    rows = (x.values().transpose(0, 1) if heads_first else x.values() for x in (q, k, v))
-    used = (None if x.lengths() is None else x.lengths().int() for x in (q, k))
-    offsets = (q.offsets().int(), k.offsets().int(), *used)
-    return Jagged(tuple(rows), offsets, q.offsets(), q.lengths(), heads_first)  # type: ignore[arg-type]  # three and four
+    rows = [x.values().transpose(0, 1) if heads_first else x.values() for x in (q, k, v)]
+    used_q, used_k = (None if x.lengths() is None else x.lengths().int() for x in (q, k))
+    offsets = (q.offsets().int(), k.offsets().int(), used_q, used_k)
+    return Jagged((rows[0], rows[1], rows[2]), offsets, q.offsets(), q.lengths(), heads_first)
