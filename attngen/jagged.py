@@ -69,7 +69,7 @@ def jagged(q: Any, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
             "torch.nested.nested_tensor_from_jagged(..., offsets=k.offsets())"
         )
     heads_first = at == 2
-    rows = (x.values().transpose(0, 1) if heads_first else x.values() for x in (q, k, v))
-    used = (None if x.lengths() is None else x.lengths().int() for x in (q, k))
-    offsets = (q.offsets().int(), k.offsets().int(), *used)
-    return Jagged(tuple(rows), offsets, q.offsets(), q.lengths(), heads_first)  # type: ignore[arg-type]  # three and four
+    rows = [x.values().transpose(0, 1) if heads_first else x.values() for x in (q, k, v)]
+    used_q, used_k = (None if x.lengths() is None else x.lengths().int() for x in (q, k))
+    offsets = (q.offsets().int(), k.offsets().int(), used_q, used_k)
+    return Jagged((rows[0], rows[1], rows[2]), offsets, q.offsets(), q.lengths(), heads_first)
