@@ -339,7 +339,7 @@ def test_many_tiles_are_searched_in_steps() -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_rows_that_see_nothing(deterministic: bool) -> None:
-    ids = {"doc_ids_q": ids_of(9, 24, 4), "doc_ids_k": ids_of(9, 3) * 2}
+    ids = {"doc_ids_q": ids_of(9, 24, 4), "doc_ids_k": ids_of(9, 3) * 9}
     q, k, v = qkv(ROWS, 12)
     assert not bool(sees(q, k, ids).any(-1)[:, :, 9:].any())
     check(q, k, v, ids, deterministic=deterministic)
