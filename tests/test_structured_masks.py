@@ -14,7 +14,7 @@ from support import SMALL_BWD, SMALL_FWD, assert_close, assert_exact, make_qkv, 
 from torch import Tensor
 
 import attngen
-from attngen import mask_rules, ops, reference
+from attngen import mask_rules, ops, peers, reference
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
 from attngen.kernel import kernel
 from attngen.pinned import pinned
@@ -339,7 +339,7 @@ def test_many_tiles_are_searched_in_steps() -> None:
 
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_rows_that_see_nothing(deterministic: bool) -> None:
-    ids = {"doc_ids_q": ids_of(9, 24, 4), "doc_ids_k": ids_of(9, 3) * 2}
+    ids = {"doc_ids_q": ids_of(9, 24, 4), "doc_ids_k": ids_of(9, 3) * 9}
     q, k, v = qkv(ROWS, 12)
     assert not bool(sees(q, k, ids).any(-1)[:, :, 9:].any())
     check(q, k, v, ids, deterministic=deterministic)
@@ -644,3 +644,34 @@ def test_made_masks_are_plausible() -> None:
     assert bool((made["doc_ids_k"].diff(dim=1) >= 0).all())
     nodes = made["tree_mask"][0]
     assert nodes.shape == (64, 64) and nodes[5].nonzero().flatten().tolist() == [0, 2, 5]
+
+
+# ---- peers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("spec", RULES, ids=str)
+def test_flex_attention_gets_the_same_mask(spec: AttentionSpec) -> None:
+    sizes = Workload(BATCH, 2, 1, 30, ROWS)
+    masks = mask_rules.made(spec, sizes, "cpu")
+    b, i, j = torch.arange(BATCH)[:, None, None], torch.arange(30)[:, None], torch.arange(ROWS)
+    shift = reference.alignment(spec, 30, ROWS)
+    rules = mask_rules.Structure.of(spec, ROWS, dict(masks))
+    want = reference.visible(spec, i + shift, j, rules, (b, i, j))
+    seen = peers._visible(spec, sizes, None, masks)(b, b, i, j)
+    assert torch.equal(seen.expand(BATCH, 30, ROWS), want.expand(BATCH, 30, ROWS))
+
+
+@pytest.mark.parametrize(
+    "spec", [s for s in RULES if s.window is None and s.chunk is None], ids=str
+)
+def test_sdpa_computes_the_spec_by_math_alone(spec: AttentionSpec) -> None:
+    sizes = Workload(BATCH, 2, 1, ROWS, ROWS)
+    q, k, v = (x.detach() for x in qkv())
+    masks = mask_rules.made(spec, sizes, "cpu")
+    named = {peer.name: peer.make for peer in peers.all_peers()}
+    out = named["sdpa math"](spec, sizes, **masks)(q, k, v)
+    want, _ = reference.attention(spec, q, k, v, **masks)
+    assert_close([out], [want.float()])
+    field = "documents" if spec.documents else "tree_mask"
+    with pytest.raises(peers.CannotServe, match=f"sdpa has no {field}"):
+        named["sdpa flash"](spec, sizes, **masks)
