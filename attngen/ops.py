@@ -86,10 +86,7 @@ def _fake_backward(
 def _fake_tangents(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, tq: Any, tk: Any, tv: Any, *rest: Any
 ) -> list[Tensor]:
-    return [
-        *_fake_forward(text_key, q, k, v, *rest),
-        *_fake_forward(text_key, q, k, v, *rest),
-    ]
+    return [x for _ in range(2) for x in _fake_forward(text_key, q, k, v, *rest)[:2]]
 
 
 def forward(
@@ -425,14 +422,18 @@ def _differentiable(
     v."""
     moves = _have_tangents(*tensors)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if (moves or learns) and parsed(text_key).is_fp8:
-        raise NotImplementedError(_NO_FP8)
+    if parsed(text_key).is_fp8:
+        recomputed = _refuse_fp8
     if moves:
         return recomputed(*tensors)
     if learns:
         return list(_apply(_Again, run, recomputed, *tensors))
     with torch._C._AutoDispatchBelowAutograd():
         return run(*tensors)
+
+
+def _refuse_fp8(*tensors: Tensor | None) -> list[Tensor]:
+    raise NotImplementedError(_NO_FP8)
 
 
 def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:

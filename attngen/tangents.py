@@ -60,6 +60,8 @@ def source(spec: AttentionSpec | str, config: JvpConfig | str) -> str:
             raise SpecError(f"a jvp config has the fields {', '.join(known)}, got {config!r}")
         named = {name: int(value) if value.isdigit() else value for name, value in items.items()}
         config = JvpConfig(**named)  # type: ignore[arg-type]  # checked below
+    if not config.tangents or config.tangents != "".join(x for x in "qkv" if x in config.tangents):
+        raise SpecError(f"tangents must be some of qkv, in this order, got {config.tangents!r}")
     for field in fields(config):
         if problem := value_problem(type(config), field.name, getattr(config, field.name)):
             raise SpecError(f"{field.name} {problem}, got {getattr(config, field.name)!r}")

@@ -244,7 +244,7 @@ def test_dual_tensors_layouts_and_compiled_specs() -> None:
 
 
 def test_vmap_both_ways_and_jacfwd() -> None:
-    given = inputs()
+    given = inputs(batch=1, seqlen_q=5, seqlen_k=6)
     by = moved(given)
     many = {n: torch.stack([x, -2 * x, x.flip(2)]) for n, x in by.items()}
 
@@ -265,7 +265,7 @@ def test_vmap_both_ways_and_jacfwd() -> None:
     _, got = torch.func.jvp(outside, tuple(given.values()), tuple(by.values()))
     torch.testing.assert_close(got, one(*by.values()), atol=2e-6, rtol=0)
 
-    few = {n: x[:1, :1, :3] for n, x in inputs(dim=4, dim_v=4).items()}
+    few = {n: x[:1, :1, :3] for n, x in inputs(dim=2, dim_v=2).items()}
     got = torch.func.jacfwd(lambda q: attngen.attention(q, few["k"], few["v"]))(few["q"])
     want = torch.func.jacrev(lambda q: attngen.attention(q, few["k"], few["v"]))(few["q"])
     torch.testing.assert_close(got, want, atol=2e-6, rtol=0)
@@ -316,7 +316,7 @@ class _Sizes(TorchDispatchMode):
 
 def test_no_score_matrix_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a call allocates, and hands its kernel, is linear in the lengths."""
-    given = inputs(batch=1, heads=1, seqlen_q=90, seqlen_k=90)
+    given = inputs(batch=1, heads=1, seqlen_q=200, seqlen_k=200)
     by = moved(given)
     seen: list[int] = []
     launch = calls._launch
@@ -330,8 +330,9 @@ def test_no_score_matrix_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = op_arguments(given, by)
     with _Sizes() as sizes:
         tangents.forward(*arguments)
-    linear = 90 * 24
-    assert seen and max(seen) <= linear and sizes.largest <= linear < 90 * 90
+    linear = 200 * 24
+    assert seen and max(seen) <= linear
+    assert 0 < sizes.largest <= 4 * linear < 200 * 200  # the interpreter counts in bytes
 
 
 def test_empty_calls() -> None:
@@ -397,6 +398,8 @@ def test_source_reads_what_the_header_says() -> None:
     assert tangents.source(line, named) == text
     with pytest.raises(attngen.SpecError, match="has the fields"):
         tangents.source(spec, "block_m=64")
+    with pytest.raises(attngen.SpecError, match="in this order, got 'vq'"):
+        tangents.source(spec, named.replace("tangents=qk", "tangents=vq"))
     assert parsed(spec.text_key).text_key in "".join(head.split())
 
 

@@ -239,3 +239,15 @@ def test_hidden_nan_and_empty_calls() -> None:
     (dq,) = torch.autograd.grad(ours(q, q, q)[0].sum(), q, create_graph=True)
     (found,) = torch.autograd.grad(dq.sum(), q)
     assert found.shape == q.shape
+
+
+def test_fp8_has_gradients_and_refuses_second_ones() -> None:
+    q, k, v = (x.detach() for x in make_qkv(heads=1, seqlen_q=4, dim=16, dtype=torch.bfloat16))
+    *rounded, a, b, c = attngen.quantize(q, k, v, "float8_e5m2", "tensor")
+    for x in rounded:
+        x.requires_grad_().grad_dtype = torch.bfloat16
+    out = attngen.attention(*rounded, q_descale=a, k_descale=b, v_descale=c)
+    (grad,) = torch.autograd.grad(out.square().sum(), rounded[2], create_graph=True)
+    assert torch.isfinite(grad).all() and grad.any()
+    with pytest.raises(NotImplementedError, match="second derivatives of FP8 .* SDPBackend.MATH"):
+        torch.autograd.grad(grad.square().sum(), rounded[2])

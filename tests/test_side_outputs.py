@@ -123,23 +123,25 @@ def test_a_sink_that_takes_all_leaves_no_entropy() -> None:
 def test_large_scores() -> None:
     """The careful pass, too, which large scores ask for."""
     q, k, v = (x.detach() for x in qkv(torch.bfloat16))
-    check(q * 300, k * 300, v)
+    q, k = q * 300, k * 300
+    _, found = attngen.attention(q, k, v, return_aux=ALL)
+    for name, want in right(q, k, v, {}, {}).items():
+        near = 2e-2 if name == "col_sum" else 1e-4  # from lse, of which float32 holds few digits
+        torch.testing.assert_close(found[name].double(), want, atol=near, rtol=near)
 
 
 def test_nan_behind_masks_does_not_leak() -> None:
     q, k, v = (x.detach() for x in qkv(seqlen_q=KEYS))
-    _, want = attngen.attention(q, k[:, :, :9], v[:, :, :9], causal="top_left", return_aux=ALL)
-    for x in (k, v):
-        x = x.clone()
-        x[:, :, 9:] = math.nan
-        pair = (x, v) if x.shape == k.shape and torch.equal(x[:, :, :9], k[:, :, :9]) else (k, x)
-        _, found = attngen.attention(q[:, :, :9], *pair, causal="top_left", return_aux=ALL)
-        _, clean = attngen.attention(q[:, :, :9], k, v, causal="top_left", return_aux=ALL)
-        for name in ("lse", "max_logit", "entropy"):
-            torch.testing.assert_close(found[name], clean[name])
-        torch.testing.assert_close(found["col_sum"][..., :9], clean["col_sum"][..., :9])
-        assert not found["col_sum"][..., 9:].any()
-    assert torch.isfinite(want["entropy"]).all()
+    q = q[:, :, :9]  # which see the first 9 keys at most
+    _, want = attngen.attention(q, k, v, causal="top_left", return_aux=ALL)
+    for spoiled in (k, v):
+        kept = spoiled[:, :, 9:].clone()
+        spoiled[:, :, 9:] = math.nan
+        _, found = attngen.attention(q, k, v, causal="top_left", return_aux=ALL)
+        spoiled[:, :, 9:] = kept
+        for name in ALL:
+            torch.testing.assert_close(found[name], want[name])
+    assert not want["col_sum"][..., 9:].any()
 
 
 def test_every_subset_in_every_order() -> None:
@@ -229,7 +231,7 @@ def test_specs_name_them_and_texts_without_them_are_as_before() -> None:
     spec = attngen.AttentionSpec(head_dim=64, causal=True, aux=("entropy", "max_logit"))
     assert spec.outputs == ("out", "lse", "max_logit", "entropy")
     assert spec.text_key.endswith("aux=max_logit:entropy")
-    assert parsed(spec.text_key) == spec.text
+    assert parsed(spec.text_key).text_key == spec.text_key
     assert attngen.AttentionSpec.from_json(spec.to_json()) == spec
     bare = replace(spec, aux=())
     assert spec.served_as("bwd") == bare and "aux" not in bare.text_key
