@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import REPO, SMALL_BWD, SMALL_FWD, assert_close, make_qkv, oracle, python
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 import attngen
 from attngen.config import BwdConfig
@@ -270,7 +271,12 @@ def test_mask_mod(mask_mod: Mod) -> None:
 
 @pytest.mark.parametrize("dq", ["kernel", "atomic"])
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:]
+    "dtype",
+    [
+        pytest.param(torch.float16, id="float16", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, id="bfloat16"),
+        pytest.param(torch.float32, id="float32"),
+    ],
 )
 def test_both_at_once(dtype: torch.dtype, dq: str) -> None:
     assert dq in ("kernel", "atomic")  # see the fixture
@@ -280,11 +286,11 @@ def test_both_at_once(dtype: torch.dtype, dq: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"causal": True},
+        pytest.param({"causal": True}, marks=pytest.mark.slow),
         {"causal": True, "window": (6, 0)},
-        {"window": (5, 3)},
-        {"softcap": 3.0},
-        {"bias": _random(1, HEADS, 1, KEYS)},
+        pytest.param({"window": (5, 3)}, marks=pytest.mark.slow),
+        pytest.param({"softcap": 3.0}, marks=pytest.mark.slow),
+        pytest.param({"bias": _random(1, HEADS, 1, KEYS)}, marks=pytest.mark.slow),
         {"sinks": _random(HEADS, learns=False)},
         {"causal": True, "softcap": 3.0, "bias": _random(ROWS, KEYS)},
     ],
@@ -449,6 +455,19 @@ def test_text_of_a_function(name: str, fn: Mod, text: str) -> None:
         pickle.loads(pickle.dumps(spec)),
     ):
         assert again == spec and hash(again) == hash(spec) and again.text_key == spec.text_key
+
+
+def test_masks_that_flex_attention_combines() -> None:
+    combined = flex_attention.and_masks(causal, flex_attention.or_masks(prefix, of_heads))
+    spec = AttentionSpec(head_dim=16, mask_mod=combined)
+    by_hand = AttentionSpec(
+        head_dim=16,
+        mask_mod=lambda b, h, q, k: (
+            causal(b, h, q, k) & (prefix(b, h, q, k) | of_heads(b, h, q, k))
+        ),
+    )
+    assert spec == by_hand and spec.captured == (PREFIX,)
+    assert AttentionSpec(head_dim=16, mask_mod=flex_attention.noop_mask).mask_mod == "true"
 
 
 def test_equal_functions_are_one_spec() -> None:
