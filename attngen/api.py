@@ -433,7 +433,7 @@ def attention(
                 "attngen.attention cannot read score_mod and mask_mod inside torch.compile; make "
                 "attngen.compile(attngen.AttentionSpec(...)) outside of it, and call that"
             )
-            refused = torch.ops.attngen.refuse([reason], q)
+            refused = torch.ops.attngen.refuse([reason], q.detach())
             return _results(refused, refused, return_lse, return_aux)
         texts = function_text("score_mod", score_mod), function_text("mask_mod", mask_mod)
     if type(causal) is not bool and type(causal) is not str:

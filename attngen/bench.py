@@ -193,6 +193,8 @@ def _ours(
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *descales: Tensor) -> Tensor:
         named: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
+        if spec.has_functions:
+            named["aux_tensors"] = tuple(named.pop(name) for name in spec.aux_args)
         out: Tensor = attn(q, k, v, **named)
         return out
 
@@ -215,6 +217,8 @@ def _theirs(
     entrants, absent = [], []
     for peer in peers:
         try:
+            if spec.has_functions:
+                raise CannotServe(f"{peer.name} is not handed score_mod or mask_mod")
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 attend = peer.make(spec, workload, **beside)

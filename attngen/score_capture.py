@@ -229,12 +229,9 @@ class _Tracer(TorchDispatchMode):
         return self.builder.index(found.aux, found.indices) if isinstance(found, _Entry) else found
 
     def unsupported(self, what: str, why: str = "kernels do not have it") -> UnsupportedSpecError:
-        return UnsupportedSpecError(
-            [
-                f"{self.who} uses {what}, but {why}; operators on 0-d tensors are "
-                f"{', '.join(known())}"
-            ]
-        )
+        names = ", ".join(known())
+        reason = f"{self.who} uses {what}, but {why}; operators on 0-d tensors are {names}"
+        return UnsupportedSpecError([reason])
 
     # ---- operators -----------------------------------------------------------------------------
 

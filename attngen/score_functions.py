@@ -85,6 +85,10 @@ class Builder:
 
     def add(self, op: str, *args: Operand) -> Operand:
         """The value of an operator; what is known beforehand makes no statement."""
+        if op in ("and", "or"):  # as the masks that FlexAttention combines
+            for own, other in (args, args[::-1]):
+                if other is (op == "and") and self.kind(own) == "bool":
+                    return own
         simple = _simplified(op, args)
         if simple is not None and (
             is_constant(simple) or self.kind(simple) == self._result(op, args)

@@ -26,6 +26,8 @@ LIGHT = ["attngen"] + [
         "values",
         "model_config",
         "model_plan",
+        "score_ops",
+        "score_functions",
         "identity",
     )
 ]

@@ -14,6 +14,7 @@ import pytest
 import torch
 from support import REPO, SMALL_BWD, SMALL_FWD, assert_close, make_qkv, oracle, python
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 import attngen
 from attngen.config import BwdConfig
@@ -28,7 +29,7 @@ from attngen.tuner.gate import SmallGate
 from attngen.verify import verify
 from attngen.workload import Workload
 
-BATCH, HEADS, ROWS, KEYS = 2, 4, 19, 22
+BATCH, HEADS, ROWS, KEYS = 2, 2, 19, 22
 INF = math.inf
 Mod = Callable[..., Tensor]
 
@@ -67,7 +68,7 @@ def chain(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
 
 
 def tables(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    return torch.where(OPEN[k], score * (1 + HALF[h]) + WIDE[h, k], score - OF_BATCH[b, 2])
+    return torch.where(OPEN[k], score * (1 + HALF[h].float()) + WIDE[h, k], score - OF_BATCH[b, 2])
 
 
 def kinks(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def small(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def qkv(dtype: torch.dtype = torch.float32, **sizes: int) -> tuple[Tensor, Tensor, Tensor]:
-    given = {"batch": BATCH, "heads": HEADS, "heads_kv": 2, "seqlen_q": ROWS, "seqlen_k": KEYS}
+    given = {"batch": BATCH, "heads": HEADS, "heads_kv": 1, "seqlen_q": ROWS, "seqlen_k": KEYS}
     return make_qkv(**{**given, **sizes}, dtype=dtype)
 
 
@@ -270,7 +271,12 @@ def test_mask_mod(mask_mod: Mod) -> None:
 
 @pytest.mark.parametrize("dq", ["kernel", "atomic"])
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float32], ids=lambda dtype: str(dtype)[6:]
+    "dtype",
+    [
+        pytest.param(torch.float16, id="float16", marks=pytest.mark.slow),
+        pytest.param(torch.bfloat16, id="bfloat16"),
+        pytest.param(torch.float32, id="float32"),
+    ],
 )
 def test_both_at_once(dtype: torch.dtype, dq: str) -> None:
     assert dq in ("kernel", "atomic")  # see the fixture
@@ -280,11 +286,11 @@ def test_both_at_once(dtype: torch.dtype, dq: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"causal": True},
+        pytest.param({"causal": True}, marks=pytest.mark.slow),
         {"causal": True, "window": (6, 0)},
-        {"window": (5, 3)},
-        {"softcap": 3.0},
-        {"bias": _random(1, HEADS, 1, KEYS)},
+        pytest.param({"window": (5, 3)}, marks=pytest.mark.slow),
+        pytest.param({"softcap": 3.0}, marks=pytest.mark.slow),
+        pytest.param({"bias": _random(1, HEADS, 1, KEYS)}, marks=pytest.mark.slow),
         {"sinks": _random(HEADS, learns=False)},
         {"causal": True, "softcap": 3.0, "bias": _random(ROWS, KEYS)},
     ],
@@ -303,10 +309,10 @@ def test_dropout_keeps_the_same_entries() -> None:
 
 
 def test_rows_are_counted_in_the_whole_sequence() -> None:
-    """A shard of every other row, of later keys, of another batch row and of the last two heads."""
-    q, k, v = qkv(heads=2, heads_kv=1, batch=1, seqlen_q=8, seqlen_k=9)
-    placed = {"q_start": 3, "q_step": 2, "k_start": 5, "batch_start": 1, "head_start": 2}
-    right = {"starts": (3, 2, 5, 1, 1, 2)}
+    """A shard of every other row, of later keys, of another batch row and of the last head."""
+    q, k, v = qkv(heads=1, batch=1, seqlen_q=8, seqlen_k=9)
+    placed = {"q_start": 3, "q_step": 2, "k_start": 5, "batch_start": 1, "head_start": 1}
+    right = {"starts": (3, 2, 5, 1, 1, 1)}
     check(q, k, v, relative, documents, learnt=(TABLE,), right=right, **placed)
 
 
@@ -420,7 +426,7 @@ def test_gate_of_a_backward() -> None:
 # ---- the text -------------------------------------------------------------------------------
 
 TEXTS: list[tuple[str, Mod, str]] = [
-    ("score_mod", alibi, "t0:add h 1;t1:mul t0 -8;t2:div t1 4;t3:exp2 t2;t4:sub q k;t5:abs t4;"
+    ("score_mod", alibi, "t0:add h 1;t1:mul t0 -8;t2:div t1 2;t3:exp2 t2;t4:sub q k;t5:abs t4;"
                          "t6:mul t3 t5;sub score t6"),
     ("score_mod", softcap, "t0:div score 2.0;t1:tanh t0;mul t1 2.0"),
     ("score_mod", relative, "aux0:float2;t0:sub q k;t1:add t0 22;t2:index aux0 h t1;add score t2"),
@@ -449,6 +455,19 @@ def test_text_of_a_function(name: str, fn: Mod, text: str) -> None:
         pickle.loads(pickle.dumps(spec)),
     ):
         assert again == spec and hash(again) == hash(spec) and again.text_key == spec.text_key
+
+
+def test_masks_that_flex_attention_combines() -> None:
+    combined = flex_attention.and_masks(causal, flex_attention.or_masks(prefix, of_heads))
+    spec = AttentionSpec(head_dim=16, mask_mod=combined)
+    by_hand = AttentionSpec(
+        head_dim=16,
+        mask_mod=lambda b, h, q, k: (
+            causal(b, h, q, k) & (prefix(b, h, q, k) | of_heads(b, h, q, k))
+        ),
+    )
+    assert spec == by_hand and spec.captured == (PREFIX,)
+    assert AttentionSpec(head_dim=16, mask_mod=flex_attention.noop_mask).mask_mod == "true"
 
 
 def test_equal_functions_are_one_spec() -> None:
