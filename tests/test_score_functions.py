@@ -714,3 +714,15 @@ def test_sampled_rows_and_keys_of_the_oracle(score_mod: Mod) -> None:
     found = (here.out, here.lse, here.dq, there.dk, there.dv)
     at, of = tuple(rows.T), tuple(keys.T)
     assert_close(found, (out[at], lse[at], dq[at], dk[of], dv[of]), atol=1e-10)
+
+
+@pytest.mark.parametrize("dq", ["kernel", "atomic"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_rows_past_the_end_may_become_anything(options: dict[str, Any], dq: str) -> None:
+    """Their scores are zero, of which this makes NaN; so does its derivative."""
+
+    def sign(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score / score.abs() * HEAD[h] + score
+
+    assert dq in ("kernel", "atomic")  # see the fixture
+    check(*qkv(seqlen_q=17, seqlen_k=20), sign, of_heads, learnt=(HEAD,), **options)
