@@ -49,7 +49,8 @@ class Functions:
         if self.score_mod is None:
             return s
         made = plain("score_mod", str(self.score_mod))(s.dtype, s, *place, *self.aux[0])
-        return torch.as_tensor(made, dtype=s.dtype, device=s.device).expand(s.shape)
+        never = torch.zeros_like(s, dtype=torch.bool)  # keeps s in the graph of any function
+        return torch.where(never, s, made.to(s.dtype))
 
     def seen(self, seen: Tensor, *place: Tensor) -> Tensor:
         """Those of the keys `seen` that mask_mod leaves."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 import attngen
+from attngen import reference
 from attngen.config import BwdConfig
 from attngen.kernel import file_name
 from attngen.pinned import pinned
@@ -693,3 +694,36 @@ def test_readme_lists_the_operators_that_there_are() -> None:
     text = (REPO / "templates" / "README.md").read_text()
     listed = text.partition("<!-- operators: begin -->")[2].partition("<!-- operators: end -->")[0]
     assert listed.strip().removesuffix(".").replace("\n", " ").split(", ") == known()
+
+
+@pytest.mark.parametrize("score_mod", [chain, half_hidden, no_score], ids=lambda fn: fn.__name__)
+def test_sampled_rows_and_keys_of_the_oracle(score_mod: Mod) -> None:
+    """What the gate compares on the tuned shape, beside the whole."""
+    spec = _spec(score_mod=score_mod, mask_mod=documents, softcap=2.0, causal=True)
+    assert spec.captured is not None
+    aux = {name: x.detach() for name, x in zip(spec.aux_args, spec.captured, strict=True)}
+    q, k, v = (x.detach().double().requires_grad_() for x in qkv())
+    out, lse = reference.attention(spec, q, k, v, **aux)
+    do = torch.randn(out.shape, dtype=torch.float64)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    rows = torch.tensor([[0, 0, 0], [1, 1, 18], [1, 0, 9]])
+    here = reference.sampled_rows(spec, q, k, v, rows, do=do, **aux)
+    keys = torch.tensor([[0, 0, 0], [1, 0, 21], [1, 0, 8]])
+    there = reference.sampled_keys(spec, q, k, v, out, lse, do, keys, **aux)
+    assert here.dq is not None
+    found = (here.out, here.lse, here.dq, there.dk, there.dv)
+    at, of = tuple(rows.T), tuple(keys.T)
+    assert_close(found, (out[at], lse[at], dq[at], dk[of], dv[of]), atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN slice")  # of the interpreter's maximum
+@pytest.mark.parametrize("dq", ["kernel", "atomic"])
+@pytest.mark.parametrize("options", [{}, {"causal": True}], ids=["full", "causal"])
+def test_rows_past_the_end_may_become_anything(options: dict[str, Any], dq: str) -> None:
+    """Their scores are zero, of which this makes NaN; so does its derivative."""
+
+    def sign(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return score / score.abs() * HEAD[h] + score
+
+    assert dq in ("kernel", "atomic")  # see the fixture
+    check(*qkv(seqlen_q=17, seqlen_k=20), sign, of_heads, learnt=(HEAD,), **options)

@@ -393,7 +393,6 @@ def walk_queries(
             columns = tl.arange(0, BLOCK_M)[None, :]
             keep = columns < seqlen_q - start_m
             keep &= shown
-            keep &= columns < seqlen_q - start_m  # of rows past the end it may make anything
             p = tl.where(keep, p, 0.0)
         p_kept = p.to(do.dtype)
         dv = tl.dot(p_kept, do, dv, input_precision=PRECISION)
