@@ -522,7 +522,7 @@ def test_nested_tensors_that_do_not_fit() -> None:
     of_k, of_v = (nested(x, UNEVEN[1]) for x in (k, v))  # each with offsets of its own
     for changes, message in (
         ({"v": of_v}, "k and v must share their offsets"),
-        ({"k": torch.randn(2, 1, 3, DIM)}, "k is no jagged tensor of 4 dims"),
+        ({"k": torch.randn(2, 1, 3, DIM)}, "q is a nested tensor, .* where q, k and v are jagged"),
         ({"layout": "bshd"}, 'must be .batch, seqlen, heads, dim. with layout="bshd"'),
         ({"cu_seqlens_q": CU_Q}, "nested tensors, which have offsets of their own"),
     ):
