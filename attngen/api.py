@@ -35,7 +35,7 @@ from attngen.checks import (
 from attngen.dropout import seed_tensor
 from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
-from attngen.jagged import is_nested, jagged
+from attngen.jagged import are_jagged, jagged
 from attngen.masks import check_mask_fields, check_masks, fields_of
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.spec import AUX, FP8_DTYPES, AttentionSpec, function_text
@@ -234,7 +234,7 @@ class Attention:
             q, k, v = heads_first(q, k, v)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         nested = None
-        if spec.is_packed and is_nested(q):
+        if spec.is_packed and are_jagged(q, k, v):
             nested = jagged(q, k, v, spec.layout, *offsets)
             (q, k, v), offsets = nested.tensors, nested.offsets
         if spec.is_packed:
@@ -398,7 +398,7 @@ def attention(
         check_results(return_lse, return_aux)
     shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
     sequences, nested = None, None
-    if is_nested(q):
+    if are_jagged(q, k, v):
         given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         nested = jagged(q, k, v, layout, *given)
         q, k, v = nested.tensors

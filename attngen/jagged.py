@@ -30,15 +30,18 @@ class Jagged(NamedTuple):
         return made.transpose(1, 2) if self.heads_first else made
 
 
-def is_nested(q: Any) -> bool:
-    return isinstance(q, Tensor) and q.is_nested
+def are_jagged(q: Any, k: Any, v: Any) -> bool:
+    """Are all three jagged? Other nested tensors are for the checks to name."""
+    if not (isinstance(q, Tensor) and q.is_nested):
+        return False
+    return all(isinstance(x, Tensor) and x.layout is torch.jagged for x in (q, k, v))
 
 
 def jagged(q: Any, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
-    """The parts of nested q, k and v; `given` are offsets of the call, which must not be.
+    """The parts of jagged q, k and v; `given` are offsets of the call, which must not be.
 
     Raises:
-        SpecError: one is not jagged, they do not belong together, or the layout is another.
+        SpecError: they do not belong together, or the layout is another.
     """
     if any(x is not None for x in given):
         raise SpecError(
@@ -46,13 +49,10 @@ def jagged(q: Any, k: Any, v: Any, layout: str, *given: Any) -> Jagged:
             "them out, or pass q.values() and so on"
         )
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not is_nested(x) or x.layout is not torch.jagged or x.dim() != 4:
-            kind = f"{tuple(x.shape)}, {x.layout}" if isinstance(x, Tensor) else type(x).__name__
-            if is_nested(x) and x.layout is not torch.jagged:
-                kind = str(x.layout)  # has no shape
+        if x.dim() != 4:
             raise SpecError(
-                f"q is nested, but {name} is no jagged tensor of 4 dims, got {kind}; make one with "
-                "torch.nested.nested_tensor(..., layout=torch.jagged)"
+                f"{name} must be a jagged tensor of 4 dims, got shape {tuple(x.shape)}; add heads "
+                "with .unsqueeze(1)"
             )
     at: int = q._ragged_idx
     if at != _RAGGED.get(layout, at) or at not in (1, 2) or k._ragged_idx != at:

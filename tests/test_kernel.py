@@ -180,6 +180,11 @@ STANDALONE: dict[str, tuple[AttentionSpec, KernelConfig]] = {
         AttentionSpec(head_dim=16, head_dim_v=32, dtype="float16", dropout_p=0.1),
         SMALL_BWD,
     ),
+    "fwd-packed": (AttentionSpec(head_dim=16, causal=True, sinks=True, layout="thd"), SMALL_FWD),
+    "bwd-packed": (
+        AttentionSpec(head_dim=16, dtype="float32", alibi=True, sinks=True, layout="thd"),
+        SMALL_BWD,
+    ),
     "bwd-float32-atomic": (
         SPEC,
         BwdConfig(dq="atomic", block_m=16, block_n=16, num_warps=1, num_stages=1),

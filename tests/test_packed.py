@@ -15,10 +15,13 @@ from torch import Tensor
 
 import attngen
 from attngen import packed
+from attngen.bench import bench
 from attngen.config import BwdConfig, FwdConfig, infeasible
 from attngen.gpu import KNOWN_GPUS
 from attngen.pinned import pinned
 from attngen.spec import AttentionSpec
+from attngen.tuner import case, gate
+from attngen.workload import Workload
 
 HEADS, HEADS_KV, DIM, SEED = 2, 1, 16, 77
 UNEVEN = ([5, 0, 37, 1, 16], [9, 3, 21, 0, 33])
@@ -522,7 +525,7 @@ def test_nested_tensors_that_do_not_fit() -> None:
     of_k, of_v = (nested(x, UNEVEN[1]) for x in (k, v))  # each with offsets of its own
     for changes, message in (
         ({"v": of_v}, "k and v must share their offsets"),
-        ({"k": torch.randn(2, 1, 3, DIM)}, "k is no jagged tensor of 4 dims"),
+        ({"k": torch.randn(2, 1, 3, DIM)}, "q is a nested tensor, .* where q, k and v are jagged"),
         ({"layout": "bshd"}, 'must be .batch, seqlen, heads, dim. with layout="bshd"'),
         ({"cu_seqlens_q": CU_Q}, "nested tensors, which have offsets of their own"),
     ):
@@ -645,3 +648,33 @@ def test_kernels_stay_within_their_tensors(
     named = {"cu_seqlens_q": cu, "cu_seqlens_k": cu.flip(0), "seqused_k": used}
     out = attngen.attention(q, k, v, window=(9, 9), **named)
     torch.autograd.grad(out.nan_to_num().sum(), (q, k, v))
+
+
+# ---- the tuner ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_the_gate_of_the_tuner_passes_what_is_right(direction: Any) -> None:
+    """Small cases, and sampled rows of sequences of uneven lengths."""
+    spec = AttentionSpec(
+        head_dim=16, dtype="float32", layout="thd", causal=True, alibi=True, dropout_p=0.2
+    )
+    config = SMALL_FWD if direction == "fwd" else SMALL_BWD
+    small_gate = gate.SmallGate(spec, direction, 2, "cpu")
+    verdict = small_gate.check(config)
+    assert verdict.ok, verdict.detail
+    tuned = case.make(spec, Workload(4, 2, 1, 12, 12), "cpu", backward=direction == "bwd")
+    assert tuned.offsets is not None
+    assert tuned.offsets[0].tolist() == [0, 6, 16, 30, 48]
+    if direction == "bwd":
+        wanted = gate.whole(tuned).wanted
+        tuned.out.copy_(wanted["out"])
+        tuned.lse.copy_(wanted["lse"])
+    verdict = gate.sampled(tuned, config)
+    assert verdict.ok, verdict.detail
+
+
+def test_bench_is_refused() -> None:
+    spec = AttentionSpec(head_dim=16, layout="thd")
+    with pytest.raises(attngen.UnsupportedSpecError, match="attngen tune"):
+        next(bench(spec, Workload(1, 1, 1, 4, 4), []))

@@ -389,7 +389,7 @@ def test_derivative_of_each_operator(name: str) -> None:
     text = text if OPS[name].arity > 1 else f"t0:add score 2.5;{name} t0"
     function = read("score_mod", text)
     spec = AttentionSpec(head_dim=16, score_mod=text)
-    aux = [torch.tensor([1.5], dtype=torch.float64)] * len(spec.aux)
+    aux = [torch.tensor([1.5], dtype=torch.float64)] * len(spec.function_tensors)
     score = torch.linspace(-1, 1, 9, dtype=torch.float64, requires_grad=True)
     place = [torch.zeros(9, dtype=torch.int64)] * 4
     out = plain("score_mod", function.text)(torch.float64, score, *place, *aux)

@@ -174,6 +174,7 @@ CHANGES: list[tuple[str, Any, bool]] = [
     ("sinks", True, True),
     ("documents", True, True),
     ("tree_mask", True, True),
+    ("aux", ("entropy",), True),
     ("score_mod", "mul score 2", True),
     ("mask_mod", "ge q k", True),
 ]

@@ -32,9 +32,6 @@ RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles noth
     "align",
     "window_left",
     "window_right",
-    "stride_bb",
-    "stride_bh",
-    "stride_bm",
     "stride_dbb",
     "stride_dbh",
     "stride_dbm",
@@ -160,22 +157,25 @@ def probability(s, exp_scale, minus_lse):
 @triton.jit
 def load_scores(
     head_ptr,
-    stride_row,
-    stride_column,
-    start_row,
-    start_column,
-    num_rows,
-    num_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    stride_m,
+    stride_n,
+    start_m,
+    start_n,
+    seqlen_q,
+    num_keys,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """A [ROWS, COLUMNS] tile of one head of a mask or a bias, in float32; zero past its end."""
-    rows = start_row + tl.arange(0, ROWS)
-    columns = start_column + tl.arange(0, COLUMNS)
-    ptrs = head_ptr + rows[:, None] * tl.cast(stride_row, tl.int64)
-    ptrs += columns[None, :] * tl.cast(stride_column, tl.int64)
-    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    return tl.load(ptrs, inside, 0.0).to(tl.float32)
+    """A [BLOCK_M, BLOCK_N] tile of one head of a mask or a bias, in float32; zero past the keys.
+
+    Rows past the end read the last row, so that only num_keys, which may be known as a multiple of
+    16, stands between neighbouring keys and one wide load.
+    """
+    rows = tl.minimum(start_m + tl.arange(0, BLOCK_M), seqlen_q - 1)
+    columns = start_n + tl.arange(0, BLOCK_N)
+    ptrs = head_ptr + rows[:, None] * tl.cast(stride_m, tl.int64)
+    ptrs += columns[None, :] * tl.cast(stride_n, tl.int64)
+    return tl.load(ptrs, (columns < num_keys)[None, :], 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -296,6 +296,7 @@ def walk_queries(
     bias_head,
     stride_bm,
     stride_bn,
+    num_keys,
     score_unit,
     dbias_head,
     stride_dbm,
@@ -331,15 +332,15 @@ def walk_queries(
         t = s * score_unit
         bias = load_scores(
             bias_head,
-            stride_bn,
             stride_bm,
-            start_n,
+            stride_bn,
             start_m,
-            seqlen_k,
+            start_n,
             seqlen_q,
-            BLOCK_N,
+            num_keys,
             BLOCK_M,
-        )
+            BLOCK_N,
+        ).T
         t += bias
         p = probability(t, exp_scale, minus_lse[None, :])
         do = load_rows(
@@ -431,6 +432,7 @@ def attn_bwd_dkdv(
     stride_bh,
     stride_bm,
     stride_bn,
+    num_keys,
     score_unit,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -508,6 +510,7 @@ def attn_bwd_dkdv(
             bias_head,
             stride_bm,
             stride_bn,
+            num_keys,
             score_unit,
             dbias_head,
             stride_dbm,
@@ -569,6 +572,7 @@ def walk_keys(
     bias_head,
     stride_bm,
     stride_bn,
+    num_keys,
     score_unit,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -613,7 +617,7 @@ def walk_keys(
             start_m,
             start_n,
             seqlen_q,
-            seqlen_k,
+            num_keys,
             BLOCK_M,
             BLOCK_N,
         )
@@ -671,6 +675,7 @@ def attn_bwd_dq(
     stride_bh,
     stride_bm,
     stride_bn,
+    num_keys,
     score_unit,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -744,6 +749,7 @@ def attn_bwd_dq(
         bias_head,
         stride_bm,
         stride_bn,
+        num_keys,
         score_unit,
         BLOCK_M,
         BLOCK_N,
@@ -774,6 +780,7 @@ def attn_bwd_dq(
             bias_head,
             stride_bm,
             stride_bn,
+            num_keys,
             score_unit,
             BLOCK_M,
             BLOCK_N,
@@ -859,6 +866,7 @@ def plan(
         exp_scale,
         bias,
         *bias.stride(),
+        seqlen_k,
         score_unit,
     )
     dkdv = (

@@ -212,8 +212,8 @@ def attn_bwd_preprocess(
     at = head.to(tl.int64) * seqlen_q + rows
     lse = tl.load(lse_ptr + at, inside, float("-inf")) * LOG2E
     lost = tl.abs(lse) > 67108864.0
-    # P divides by the sink too, which lse leaves out: dlse reaches scores by exp(s - lse).
     sink = tl.load(sinks_ptr + batch * stride_sib + head_q * stride_sih) * LOG2E
+    # P divides by the sink too, which lse leaves out: dlse reaches scores by exp(s - lse).
     sink = tl.minimum(sink, 1.0e30)  # inf takes all of P too, and inf - inf would be NaN
     most = tl.maximum(tl.where(lost, 0.0, lse), sink)
     total = most + tl.log2(tl.exp2(lse - most) + tl.exp2(sink - most))

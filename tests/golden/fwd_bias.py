@@ -32,9 +32,6 @@ RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles noth
     "align",
     "window_left",
     "window_right",
-    "stride_bb",
-    "stride_bh",
-    "stride_bm",
     "batch_start",
     "head_start",
     "threshold",
@@ -139,22 +136,25 @@ def score(qk, qk_scale):
 @triton.jit
 def load_scores(
     head_ptr,
-    stride_row,
-    stride_column,
-    start_row,
-    start_column,
-    num_rows,
-    num_columns,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    stride_m,
+    stride_n,
+    start_m,
+    start_n,
+    seqlen_q,
+    num_keys,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
 ):
-    """A [ROWS, COLUMNS] tile of one head of a mask or a bias, in float32; zero past its end."""
-    rows = start_row + tl.arange(0, ROWS)
-    columns = start_column + tl.arange(0, COLUMNS)
-    ptrs = head_ptr + rows[:, None] * tl.cast(stride_row, tl.int64)
-    ptrs += columns[None, :] * tl.cast(stride_column, tl.int64)
-    inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
-    return tl.load(ptrs, inside, 0.0).to(tl.float32)
+    """A [BLOCK_M, BLOCK_N] tile of one head of a mask or a bias, in float32; zero past the keys.
+
+    Rows past the end read the last row, so that only num_keys, which may be known as a multiple of
+    16, stands between neighbouring keys and one wide load.
+    """
+    rows = tl.minimum(start_m + tl.arange(0, BLOCK_M), seqlen_q - 1)
+    columns = start_n + tl.arange(0, BLOCK_N)
+    ptrs = head_ptr + rows[:, None] * tl.cast(stride_m, tl.int64)
+    ptrs += columns[None, :] * tl.cast(stride_n, tl.int64)
+    return tl.load(ptrs, (columns < num_keys)[None, :], 0.0).to(tl.float32)
 
 
 @triton.jit
@@ -178,6 +178,7 @@ def attend(
     bias_head,
     stride_bm,
     stride_bn,
+    num_keys,
     score_unit,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -215,7 +216,7 @@ def attend(
             start_m,
             start_n,
             seqlen_q,
-            seqlen_k,
+            num_keys,
             BLOCK_M,
             BLOCK_N,
         )
@@ -285,6 +286,7 @@ def attn_fwd(
     stride_bh,
     stride_bm,
     stride_bn,
+    num_keys,
     score_unit,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -342,6 +344,7 @@ def attn_fwd(
         bias_head,
         stride_bm,
         stride_bn,
+        num_keys,
         score_unit,
         BLOCK_M,
         BLOCK_N,
@@ -374,6 +377,7 @@ def attn_fwd(
             bias_head,
             stride_bm,
             stride_bn,
+            num_keys,
             score_unit,
             BLOCK_M,
             BLOCK_N,
@@ -446,6 +450,7 @@ def plan(
         exp_scale,
         bias,
         *bias.stride(),
+        seqlen_k,
         score_unit,
     )
     grid = (-(-seqlen_q // config["BLOCK_M"]) * batch * num_heads_q, 1, 1)
