@@ -172,6 +172,7 @@ CHANGES: list[tuple[str, Any, bool]] = [
     ("bias", True, True),
     ("alibi", True, True),
     ("sinks", True, True),
+    ("aux", ("entropy",), True),
 ]
 
 
