@@ -403,6 +403,7 @@ def test_source_reads_what_the_header_says() -> None:
     assert parsed(spec.text_key).text_key in "".join(head.split())
 
 
+@pytest.mark.slow
 def test_a_file_stands_alone(tmp_path: Any) -> None:
     spec = attngen.AttentionSpec(head_dim=16, dtype="float32", causal=True)
     config = JvpConfig(block_m=32, block_n=32, num_warps=4, num_stages=1, tangents="qkv")

@@ -292,6 +292,7 @@ def test_memory_is_linear() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_file_stands_alone(tmp_path: Any) -> None:
     spec = attngen.AttentionSpec(head_dim=16, dtype="float32", causal=True, aux=ALL)
     path = tmp_path / "file.py"
