@@ -172,15 +172,11 @@ CHANGES: list[tuple[str, Any, bool]] = [
     ("bias", True, True),
     ("alibi", True, True),
     ("sinks", True, True),
-<<<<<<< HEAD
     ("documents", True, True),
     ("tree_mask", True, True),
     ("aux", ("entropy",), True),
     ("score_mod", "mul score 2", True),
     ("mask_mod", "ge q k", True),
-=======
-    ("aux", ("entropy",), True),
->>>>>>> w4
 ]
 
 
