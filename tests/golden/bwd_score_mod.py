@@ -927,6 +927,7 @@ def plan(
     other strides of q, k, v and do must be multiples of 16 bytes.
     lse and dlse (or None) are (batch, heads, seqlen_q), float32, contiguous. rows is scratch:
     (batch, heads, 2, padded seqlen_q), float32, contiguous, padded to a multiple of 128.
+    aux0 is float, of 2 dims, none empty, any strides.
     daux0, if wanted, is float32, contiguous, of the shape of aux0 and all zero; it is added to
     in no fixed order.
     """

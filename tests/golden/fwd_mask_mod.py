@@ -467,6 +467,7 @@ def plan(
     q, k, v and out are (batch, heads, seqlen, dim), the last stride 1. Pointers and other strides
     of q, k and v must be multiples of 16 bytes.
     lse is (batch, heads, seqlen_q), float32, contiguous, natural log. Scales are positive.
+    aux0 is long, of 2 dims, none empty, any strides.
     """
     batch, num_heads_q, seqlen_q, _ = q.shape
     num_heads_kv, seqlen_k = k.shape[1:3]
