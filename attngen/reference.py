@@ -315,17 +315,25 @@ def side_outputs(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     math_dtype: torch.dtype = torch.float64,
+    **more: Tensor | None,
 ) -> dict[str, Tensor]:
     """What the spec's aux names: the largest score of each head, the column sums of P before
     dropout, and the entropy of its rows."""
-    seqlen_q, seqlen_k = q.shape[2], k.shape[2]
+    if not spec.aux:
+        return {}
+    batch, heads, seqlen_q, _ = q.shape
+    seqlen_k = k.shape[2]
     beside = _beside(spec, attn_mask, bias, alibi_slopes, sinks)
+    rules = Structure.of(spec, seqlen_k, structure_of(more))
     q, k = (x.detach().to(math_dtype) for x in (q, k))
     rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
+    functions, place = Functions(spec, aux_of(more)), _places(batch, heads, rows, keys)
+    at = (torch.arange(batch, device=q.device)[:, None, None, None], rows[:, None], keys)
     rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
-    s = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).mT * scale_of(spec)
-    s = beside.added_to(_capped(spec, s), keys - rows)
-    seen = beside.seen(visible(spec, rows, keys))
+    s = q @ k.repeat_interleave(heads // k.shape[1], 1).mT * scale_of(spec)
+    s = functions.applied(beside.added_to(_capped(spec, s), keys - rows), *place)
+    seen = functions.seen(beside.seen(visible(spec, rows, keys, rules, at)), *place)
+    seen = seen & (s != NEG_INF)
     p, _ = _softmax(s, seen, beside.sinks)
     found = {
         "max_logit": s.masked_fill(~seen, NEG_INF).amax((2, 3)),

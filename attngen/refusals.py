@@ -38,6 +38,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "layout": ("bshd", "thd"),
     "chunk": (8192,),
     "fp8_scale": ("tensor", "block"),
+    "aux": (("max_logit",), ("col_sum",), ("entropy",)),
     "precision": ("tf32",),
     "deterministic": (True,),
 }
