@@ -34,7 +34,7 @@ NEWEST = OMP_NUM_THREADS=1 .venv-newest/bin/python
 demo: $(READY)
 	$(PY) examples/demo.py
 
-# 10 to 15 minutes on 2 cores.
+# 15 to 20 minutes on 2 cores.
 test: lint
 	$(PYTEST) -q -n 2 -m "not gpu and not slow"
 
