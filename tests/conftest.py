@@ -12,7 +12,6 @@ import torch
 
 from attngen.store import Store
 
-
 # Files with hundreds of calls in the interpreter: each day another fourth of their tests is quick,
 # and the rest slow.
 ROTATING = {
