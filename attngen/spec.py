@@ -405,7 +405,7 @@ class AttentionSpec:
     @property
     def has_term_parameters(self) -> bool:
         """Kernels have parameters for such terms alone."""
-        return self.has_head_terms or self.adds_to_scores or bool(self.aux)
+        return self.has_head_terms or self.adds_to_scores or bool(self.function_tensors)
 
     @property
     def hides_keys(self) -> bool:

@@ -236,6 +236,19 @@ def test_text_changes_only_with_the_text_key(
         assert (render(base, config) == render(changed, config)) is not seen
 
 
+@pytest.mark.parametrize("config", [FWD, BWD, BWD_ATOMIC], ids=["fwd", "bwd", "atomic"])
+def test_kernels_take_what_mask_mod_reads_beside_dropout(config: KernelConfig) -> None:
+    spec = AttentionSpec(head_dim=64, mask_mod=DOCUMENTS, dropout_p=0.1)
+    taken = {
+        each.name: [x.arg for x in each.args.args]
+        for each in ast.parse(render(spec, config)).body
+        if isinstance(each, ast.FunctionDef)
+    }
+    kernels = {"attn_fwd", "attn_bwd_dkdv", "attn_bwd_dq"} & set(taken)
+    assert kernels
+    assert all("aux0_ptr" in taken[name] for name in kernels)
+
+
 def test_text_depends_on_config_only_where_it_says_so() -> None:
     """One text serves every trial: tile sizes change the CONFIG lines and the header alone."""
     spec = AttentionSpec(head_dim=64, causal=True, dropout_p=0.1)
