@@ -155,7 +155,7 @@ def check_values(packed: Packed, total_q: int, total_k: int) -> None:
     """Refuse offsets that decrease or leave the tensor, and used lengths beyond a sequence. Waits
     for the values: for tensors on the CPU."""
     sides = (("q", packed.cu_seqlens_q, packed.seqused_q, total_q),)
-    sides += (("k", packed.cu_seqlens_k, packed.seqused_k, total_k),)  # type: ignore[assignment]
+    sides += (("k", packed.cu_seqlens_k, packed.seqused_k, total_k),)  # type: ignore[assignment]  # None too
     for side, cu, used, total in sides:
         at = cu.tolist()
         if at != sorted(at) or at[0] < 0 or at[-1] > total:
