@@ -62,6 +62,14 @@ class HopperFwdConfig(NamedFields):
     """The output is rescaled only where a row's maximum rose, with 16 bits by more than 2^8."""
     exp_polynomial: Literal[0, 1, 2, 3] = 0
     """With FP8: of eight exponentials, how many are computed by the units that multiply."""
+    turn_ends: Literal["issued", "scores", "products"] = "issued"
+    """With FP8 and turns: a turn is over once its products are issued, once Q K^T is done, or once
+    both products are. Two consumers that multiply at once would end at once, and both take
+    exponentials while nothing multiplies."""
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return () if self.turns else ("turn_ends",)
 
     @property
     def block_m(self) -> int:
@@ -205,6 +213,10 @@ def _forward_limits(spec: AttentionSpec, config: HopperFwdConfig, gpu: GpuInfo) 
             f"exp_polynomial={config.exp_polynomial} needs FP8 inputs: 16-bit ones lost 1 to 17 % "
             "by it in every case measured"
         )
+    if config.turn_ends != "issued" and not spec.is_fp8:
+        why.append(f"turn_ends={config.turn_ends} needs FP8 inputs: not measured with 16-bit ones")
+    if config.turn_ends == "products" and config.overlap:
+        why.append("turn_ends=products needs overlap=false: softmax overlaps the second product")
     if spec.is_fp8 and config.out_in_q:
         why.append("out_in_q=true needs q and out of one dtype, and q is FP8")
     if spec.has_block_scales and config.block_n > SCALE_ROWS:

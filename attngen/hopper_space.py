@@ -34,6 +34,7 @@ AXES: dict[Direction, dict[str, tuple[Any, ...]]] = {
         "out_in_q": (False, True),
         "conditional_rescale": (True, False),
         "exp_polynomial": (0, 1),
+        "turn_ends": ("issued", "scores", "products"),
     },
     "bwd": {
         "dq": ("kernel", "atomic"),
@@ -85,6 +86,7 @@ _ALWAYS = replace(_QUIET, conditional_rescale=False)
 # The same of FP8.
 _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
     64: (
+        replace(_QUIET, consumers=3, turns=True, turn_ends="scores"),
         replace(_QUIET, consumers=3, turns=True),
         replace(_QUIET, consumers=3, turns=True, q_in_registers=True, q_buffers=2),
         replace(_ALWAYS, consumers=3, turns=True, q_buffers=2),
@@ -92,12 +94,18 @@ _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
         replace(_QUIET, q_buffers=2),
     ),
     128: (
+        replace(_QUIET, turns=True, q_buffers=2, turn_ends="products"),
         replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2),
         replace(_ALWAYS, turns=True, q_buffers=2),
         replace(_QUIET, turns=True, q_buffers=2),
         _BEST,
     ),
-    256: (replace(_QUIET, turns=True), replace(_ALWAYS, turns=True), _QUIET),
+    256: (
+        replace(_QUIET, turns=True, turn_ends="scores"),
+        replace(_QUIET, turns=True),
+        replace(_ALWAYS, turns=True),
+        _QUIET,
+    ),
 }
 _ATOMIC = HopperBwdConfig(dq="atomic")
 _KERNEL = HopperBwdConfig(dq="kernel")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from dataclasses import replace
 
 import jinja2
 
@@ -131,7 +132,11 @@ def structural_variants(direction: Direction) -> list[KernelConfig]:
 def hopper_variants(spec: AttentionSpec, direction: Direction) -> list[KernelConfig]:
     """The same of the hopper lowering, for a spec that it serves."""
     if direction == "fwd":
-        polynomials = [HopperFwdConfig(exp_polynomial=1)] if spec.is_fp8 else []
-        return [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3), *polynomials]
+        found: list[KernelConfig] = [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3)]
+        if spec.is_fp8:
+            quiet = HopperFwdConfig(overlap=False, turns=True)
+            found += [HopperFwdConfig(exp_polynomial=1)]
+            found += [replace(quiet, turn_ends=end) for end in ("scores", "products")]
+        return found
     atomic = [HopperBwdConfig(dq="atomic")] if hopper.adds_dq(spec) else []
     return [HopperBwdConfig(dq="kernel"), *atomic]
