@@ -94,7 +94,9 @@ _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
         replace(_QUIET, q_buffers=2),
     ),
     128: (
-        replace(_QUIET, turns=True, q_buffers=2, turn_ends="products"),
+        replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2, turn_ends="products"),
+        replace(_BEST, turns=True, q_buffers=2, turn_ends="scores"),
+        replace(_ALWAYS, turns=True, q_buffers=2, turn_ends="products"),
         replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2),
         replace(_ALWAYS, turns=True, q_buffers=2),
         replace(_QUIET, turns=True, q_buffers=2),
