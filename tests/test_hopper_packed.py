@@ -30,7 +30,11 @@ def offsets(lengths: Any, first: int = 0) -> Tensor:
 
 
 def inputs(
-    spec: AttentionSpec, lengths: Any, heads: tuple[int, int] = (2, 1), before: int = 0, spare: int = 0
+    spec: AttentionSpec,
+    lengths: Any,
+    heads: tuple[int, int] = (2, 1),
+    before: int = 0,
+    spare: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """q, k, v (1, heads, total, dim), with rows of no sequence before and behind."""
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +188,8 @@ def test_groups_of_heads(emitted: Any) -> None:
     spec = packed_spec(64, causal=True)
     lengths = [140, 3], [140, 70]
     tensors = (*inputs(spec, lengths, heads=(6, 3)), *map(offsets, lengths))
-    module = emitted(spec, fwd_config(spec), ("RUN_KEYS = tl.constexpr(65536)", "RUN_KEYS = tl.constexpr(300)"))
+    few = ("RUN_KEYS = tl.constexpr(65536)", "RUN_KEYS = tl.constexpr(300)")
+    module = emitted(spec, fwd_config(spec), few)
     assert_forward(spec, *tensors, *forward(module, spec, *tensors))
 
 
@@ -225,7 +230,9 @@ def test_large_logits(emitted: Any) -> None:
     assert_forward(spec, *tensors, *forward(module, spec, *tensors, goes_again=True))
 
 
-@pytest.mark.parametrize("values", [[-5, 900, 3, 2**31 - 1], [300, 200, 100, 0], [-(2**31), 0, 0, 7]])
+@pytest.mark.parametrize(
+    "values", [[-5, 900, 3, 2**31 - 1], [300, 200, 100, 0], [-(2**31), 0, 0, 7]]
+)
 def test_offsets_out_of_order_touch_no_other_memory(emitted: Any, values: list[int]) -> None:
     spec = packed_spec(64, window=(9, 9))
     q, k, v = inputs(spec, ([300], [300]))

@@ -187,6 +187,9 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config
+        packed = replace(spec, layout="thd")
+        for config in hopper_variants(packed, "fwd"):
+            yield packed, config
 
 
 @pytest.mark.parametrize(
