@@ -50,6 +50,11 @@ def transposed(v: Tensor) -> Memory:
     return Memory((batch, heads, dim, padded), strides, v.dtype)
 
 
+def order_of(num_seqs: int) -> Memory:
+    """The order of work of packed sequences, in the forward of the hopper lowering."""
+    return Memory((2 + 7 * (num_seqs + 2),), (1,), torch.int32)
+
+
 class _Call(NamedTuple):
     """What is remembered for a layout."""
 
@@ -381,6 +386,8 @@ def _settled(
     memory = [*results]
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
+    if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
+        memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
         memory.append(_float32(batch, heads, spec.row_numbers, -(-seqlen_q // 128) * 128))
         if kernel.config.sums_dq:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attngen import packed
-from attngen.calls import side_memory, side_outputs, transposed
+from attngen.calls import order_of, side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
@@ -67,6 +67,8 @@ class Case:
     """Sums of the gradients of aux tensors, by the names of these."""
     offsets: tuple[Tensor, Tensor] | None = None
     """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
+    order: Tensor | None = None
+    """Scratch of the hopper lowering for these."""
 
     @property
     def sequences(self) -> Sequences:
@@ -124,7 +126,10 @@ class Case:
         """The positional arguments of plan()."""
         documents = (self.doc_tiles,) if self.spec.documents else ()
         if config.direction == "fwd":
-            made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
+            made: tuple[Tensor | None, ...] = ()
+            if config.lowering == "hopper":
+                made = (self.v_t,) if self.spec.is_fp8 else made
+                made = (self.order,) if self.spec.is_packed else made
             return self.q, self.k, self.v, self.out, self.lse, *self.sides, *made, *documents
         scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
         made = (self.dq, self.dk, self.dv, *scratch, *documents)
@@ -252,6 +257,7 @@ def make(
         sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
         daux=daux,
         offsets=offsets,
+        order=order_of(workload.batch).make(q) if spec.is_packed else None,
         **named,
     )
 
