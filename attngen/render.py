@@ -105,7 +105,7 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     variants = structural_variants(direction)
     if spec.is_packed:  # has no descriptors
         variants = [config for config in variants if config.tiles == "pointer"]
-    if arch == hopper.ARCH and not hopper.unserved_anywhere(spec):
+    if arch == hopper.ARCH and not hopper.unserved_anywhere(spec, direction):
         variants += hopper_variants(spec, direction)
     for config in variants:
         _, _, body = render(spec, config).split('"""', 2)

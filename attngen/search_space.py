@@ -121,7 +121,7 @@ def _backward_candidates(
 def search_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
     """Every config that a search may try, most promising first: those of the hopper lowering where
     it serves, then the portable ones in the model's order."""
-    wanted = lowering.required(spec, gpu)
+    wanted = lowering.required(spec, gpu, bucket.direction)
     order: list[KernelConfig] = []
     if wanted != "triton":
         order += hopper_space.candidates(spec, bucket, gpu)
