@@ -94,7 +94,7 @@ def backward(
     results = [torch.full_like(x, 12345.0) for x in (q, k, v)]
     heads, rows, dim = q.shape[1:]
     nan = float("nan")
-    scratch = [torch.full((1, heads, 2, -(-rows // 128) * 128), nan)]
+    scratch = [torch.full((1, heads, 2, (rows // 128 + len(cu[0]) + 1) * 128), nan)]
     if "dq_sum" in module.plan.__code__.co_varnames:
         scratch.append(torch.full((1, heads, rows, dim), nan))
     numbers: dict[str, Any] = {"softmax_scale": reference.scale_of(spec)}
