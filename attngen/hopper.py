@@ -121,9 +121,7 @@ HopperConfig = HopperFwdConfig | HopperBwdConfig
 # ---- what the lowering can serve --------------------------------------------------------------
 
 
-def unserved(
-    spec: AttentionSpec, gpu: GpuInfo, direction: Direction | None = None
-) -> list[str]:
+def unserved(spec: AttentionSpec, gpu: GpuInfo, direction: Direction | None = None) -> list[str]:
     """Why no config of the lowering serves a spec on a GPU, in a direction or in both; empty if one
     may."""
     why = []

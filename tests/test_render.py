@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,9 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config
+        packed = replace(spec, layout="thd")
+        for config in hopper_variants(packed, "fwd"):
+            yield packed, config
 
 
 @pytest.mark.parametrize(
