@@ -189,7 +189,7 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config
         packed = replace(spec, layout="thd")
-        for config in hopper_variants(packed, "fwd"):
+        for config in (*hopper_variants(packed, "fwd"), *hopper_variants(packed, "bwd")):
             yield packed, config
 
 
