@@ -470,7 +470,10 @@ class Descriptor:
         offset %= 2**64 // self._memory.element_size()  # as addresses wrap around
         steps = [step if size > 1 else 1 for step, size in zip(self._steps, sizes, strict=True)]
         offset += self._memory.storage_offset()
-        return self._memory.as_strided(sizes, steps, offset), tuple(inner)
+        try:
+            return self._memory.as_strided(sizes, steps, offset), tuple(inner)
+        except RuntimeError as error:
+            raise Fault(f"a box at {[int(c) for c in coordinates]} leaves the memory") from error
 
     def check(self, box: Shared) -> None:
         if (

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from gluon_emulator import run
+from gluon_machine import Fault
 from torch import Tensor
 
 from attngen import kernel, packed_reference, reference
@@ -20,6 +21,8 @@ from attngen.hopper import HopperBwdConfig
 from attngen.packed_reference import Sequences
 from attngen.render import render
 from attngen.spec import AttentionSpec
+from attngen.tuner import case
+from attngen.workload import Workload
 
 BOTH = pytest.mark.parametrize("dq", ["kernel", "atomic"])
 UNEVEN = ([70, 0, 129, 1, 64], [100, 30, 129, 0, 200])
@@ -28,10 +31,13 @@ UNEVEN = ([70, 0, 129, 1, 64], [100, 30, 129, 0, 200])
 
 @pytest.fixture
 def emitted(session_cache: Path) -> Any:
-    """(spec, config) -> module of the emitted file."""
+    """(spec, config, *(old, new)) -> module of the emitted file, with text replaced."""
 
-    def emit(spec: AttentionSpec, config: HopperBwdConfig) -> ModuleType:
+    def emit(spec: AttentionSpec, config: HopperBwdConfig, *changes: tuple[str, str]) -> ModuleType:
         text = render(spec, config)
+        for old, new in changes:
+            assert old in text, f"the emitted file has no more {old!r}"
+            text = text.replace(old, new)
         path = session_cache / f"bwd_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
         path.write_text(text)
         module: ModuleType = kernel.load(path, interpret=True)
@@ -128,9 +134,6 @@ def assert_backward(
 ) -> None:
     terms = terms_of(spec, q, len(cu[0]) - 1)
     at = Sequences.of(*cu, *used)
-    seen = torch.zeros(q.shape[2], dtype=torch.bool)
-    for rows in at.rows:
-        seen[rows] = True
 
     def solve(dtype: torch.dtype) -> tuple[Tensor, ...]:
         leaves = tuple(x.detach().to(dtype).requires_grad_() for x in (q, k, v))
@@ -198,9 +201,7 @@ def test_gradient_of_lse(emitted: Any, dq: str) -> None:
     assert_backward(spec, q, k, v, do, cu, got, dlse)
 
 
-@BOTH
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (9, 40)}], ids=str)
-def test_used_lengths_and_what_the_rest_holds(emitted: Any, options: Any, dq: str) -> None:
+def assert_apart(emitted: Any, dq: str, options: Any, *changes: tuple[str, str]) -> None:
     """Unused rows lie between sequences, before and behind them; NaN there reaches nothing."""
     spec = spec_of(64, **options)
     lengths = ([70, 68, 4, 129], [69, 68, 133, 9])
@@ -208,23 +209,63 @@ def test_used_lengths_and_what_the_rest_holds(emitted: Any, options: Any, dq: st
     q, k, v, do = inputs(spec, sum(lengths[0]) + 71, sum(lengths[1]) + 71)
     cu = offsets(lengths[0], 2), offsets(lengths[1], 2)
     at = Sequences.of(*cu, *used)
-    for each, ranges in (((q, do), at.rows), ((k, v), at.keys)):
-        unused = torch.ones(each[0].shape[2], dtype=torch.bool)
-        for rows in ranges:
-            unused[rows] = False
-        for x in each:
-            x[:, :, unused] = 0.0
-    want_of = packed_reference.attention(spec, q, k, v, at)
+
+    def fill_unused(value: float, rows_of: tuple[Tensor, ...]) -> None:
+        for each, ranges in ((rows_of, at.rows), ((k, v), at.keys)):
+            unused = torch.ones(each[0].shape[2], dtype=torch.bool)
+            for rows in ranges:
+                unused[rows] = False
+            for x in each:
+                x[:, :, unused] = value
+
+    fill_unused(0.0, (q, do))
+    results_of = packed_reference.attention(spec, q, k, v, at)
     clean = [x.clone() for x in (q, k, v, do)]
-    for each, ranges in (((q, do, *want_of), at.rows), ((k, v), at.keys)):
-        unused = torch.ones(each[0].shape[2], dtype=torch.bool)
-        for rows in ranges:
-            unused[rows] = False
-        for x in each:
-            x[:, :, unused] = float("nan")
-    module = emitted(spec, bwd_config(spec, dq=dq))
-    got = backward(module, spec, q, k, v, do, cu, used=used, results_of=want_of)
+    fill_unused(float("nan"), (q, do, *results_of))
+    module = emitted(spec, bwd_config(spec, dq=dq), *changes)
+    got = backward(module, spec, q, k, v, do, cu, used=used, results_of=results_of)
     assert_backward(spec, *clean, cu, got, used=used)
+
+
+@BOTH
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (9, 40)}], ids=str)
+def test_used_lengths_and_what_the_rest_holds(emitted: Any, options: Any, dq: str) -> None:
+    assert_apart(emitted, dq, options)
+
+
+FAULTS = {
+    "q of the next sequence": (
+        "head_q, FAR - seqlen_q + start_m, 0]\n        tma",
+        "head_q, FAR - seqlen_q + start_m - 128, 0]\n        tma",
+        "at = [FAR, begin_q + seqlen_q, ",
+        "at = [FAR, begin_q + seqlen_q + 128, ",
+    ),
+    "k of the next sequence": (
+        "FAR - seqlen_k + row",
+        "FAR - seqlen_k - 128 + row",
+        "begin_k + seqlen_k",
+        "begin_k + seqlen_k + 128",
+    ),
+    "unused keys with gradients": ("rows_of_dv < seqlen_k", "rows_of_dv < owned_k"),
+    "keys of the next sequence written": (
+        "FAR - owned_k + row",
+        "FAR - owned_k - 128 + row",
+        "begin_k + owned_k",
+        "begin_k + owned_k + 128",
+    ),
+    "row numbers without padding": ("(begin // PADDING + sequence + 1)", "(begin // PADDING)"),
+    "row numbers of unused rows": (
+        "return begin + tile * PADDING + start % PADDING, begin + used",
+        "return begin + tile * PADDING + start % PADDING, begin + owned",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_fault_is_noticed(emitted: Any, fault: str) -> None:
+    text = FAULTS[fault]
+    with pytest.raises((Fault, AssertionError)):
+        assert_apart(emitted, "kernel", {}, *zip(text[::2], text[1::2], strict=True))
 
 
 @BOTH
@@ -242,6 +283,44 @@ def test_a_sequence_of_nan_reaches_no_other(emitted: Any, dq: str) -> None:
         assert torch.equal(one[:, :, :70], other[:, :, :70])
         assert torch.equal(one[:, :, 136:], other[:, :, 136:])
         assert one[:, :, 70:136].isnan().any()
+
+
+@BOTH
+@pytest.mark.parametrize(
+    "values", [[-5, 900, 3, 2**31 - 1], [300, 200, 100, 0], [-(2**31), 0, 0, 7]]
+)
+def test_offsets_out_of_order_touch_no_other_memory(
+    emitted: Any, values: list[int], dq: str
+) -> None:
+    spec = spec_of(64, window=(9, 9))
+    q, k, v, do = inputs(spec, 300, 300)
+    cu = torch.tensor(values).int()
+    module = emitted(spec, bwd_config(spec, dq=dq))
+    stored = [torch.full((1, 302, 1, 64), 7.0, dtype=q.dtype) for _ in range(3)]
+    results = [x[:, 1:-1].transpose(1, 2) for x in stored]
+    rows, dq_sum = torch.full((2, 2 * 7 * 128), 7.0), torch.full((302, 64), 7.0)
+    scratch = [rows.flatten()[896:-896].view(1, 1, 2, 896), dq_sum[1:-1].view(1, 1, 300, 64)]
+    named = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "seqused_k": cu[1:].clone()}
+    named |= {"window_left": 9, "window_right": 9, "softmax_scale": 0.1}
+    scratch, lse = scratch[: 2 if dq == "atomic" else 1], torch.zeros(1, 1, 300)
+    run(module.plan(q, k, v, q.clone(), lse, do, None, *results, *scratch, **named))
+    for x in (*(x[:, [0, -1]] for x in stored), rows[0, :896], rows[1, -896:], dq_sum[[0, -1]]):
+        assert (x == 7.0).all()
+
+
+def test_case_of_the_tuner(emitted: Any) -> None:
+    spec = spec_of(64, causal=True)
+    for dq in ("kernel", "atomic"):
+        config = bwd_config(spec, dq=dq)
+        each = case.make(spec, Workload(3, 2, 1, 90, 90), "cpu", backward=True)
+        cu = each.offsets
+        out, lse = packed_reference.attention(spec, each.q, each.k, each.v, Sequences.of(*cu))
+        each.spoil(config)
+        each.out.copy_(out)
+        each.lse.copy_(lse)
+        run(emitted(spec, config).plan(*each.tensors(config), **each.numbers))
+        got = (each.dq, each.dk, each.dv)
+        assert_backward(spec, each.q, each.k, each.v, each.do, cu, got)
 
 
 @pytest.mark.slow
