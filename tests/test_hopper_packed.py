@@ -249,6 +249,43 @@ def test_offsets_out_of_order_touch_no_other_memory(emitted: Any, values: list[i
         assert (lse.flatten()[[0, *range(601, 604)]] == UNWRITTEN).all()
 
 
+def order_of(module: Any, cu: Tensor, total: int, heads: int = 2) -> Tensor:
+    order = calls.order_of(len(cu) - 1).make(cu).fill_(-1)
+    sequences = (total, total, cu, cu, cu, cu, len(cu) - 1)
+    used = {"HAS_USED_Q": False, "HAS_USED_K": False}
+    grid = (-(-(len(cu) + 1) // 32), 1, 1)
+    constants = {**module.CONFIG_ORDER, "BLOCK_M": 128, **used}
+    run([(module.attn_fwd_order, grid, (order, heads, *sequences), constants)])
+    return order
+
+
+def test_order_of_sequences(emitted: Any) -> None:
+    """By keys, the most first; more sequences than a program places and than a step looks at."""
+    spec = packed_spec(64)
+    lengths = [(n * 377) % 997 for n in range(300)]
+    cu, total = offsets(lengths, 5), sum(lengths) + 7
+    order = order_of(emitted(spec, fwd_config(spec)), cu, total)
+    owned = [5, *lengths, 2]
+    keys = [0, *lengths, 0]
+    begins = [0, *cu.tolist()]
+    ranks = sorted(range(302), key=lambda n: (-keys[n], n))
+    tiles = [-(-owned[n] // 128) for n in ranks]
+    firsts = [0, *itertools.accumulate(tiles)]
+    assert order[:2].tolist() == [0, 2 * firsts[-1]]
+    rows = order[2:].view(7, 302).tolist()
+    by_rank = [[x[n] for n in ranks] for x in (begins, owned, keys, begins, keys)]
+    assert rows == [firsts[:-1], *by_rank, [n - 1 for n in ranks]]
+
+
+def test_order_of_offsets_that_add_up_to_too_much(emitted: Any) -> None:
+    spec = packed_spec(64)
+    total = 2**31 - 256
+    cu = torch.tensor([0, total] * 100).int()
+    order = order_of(emitted(spec, fwd_config(spec)), cu, total)
+    firsts = order[2:203]
+    assert order[1] == 2**30 and (firsts.diff() >= 0).all() and firsts.max() == 2**30
+
+
 KNOBS = [
     {"q_buffers": 2, "turns": True},
     {"q_buffers": 2, "out_in_q": True},

@@ -71,6 +71,10 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "bwd_atomic": ({}, BWD_ATOMIC),
     "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
     "fwd_hopper": ({"causal": True}, HopperFwdConfig(turns=True, q_buffers=2)),
+    "fwd_hopper_packed": (
+        {"layout": "thd", "causal": True},
+        HopperFwdConfig(turns=True, q_buffers=2),
+    ),
     "bwd_hopper_atomic": ({"causal": True}, HopperBwdConfig(dq="atomic")),
     "bwd_hopper_kernel": ({"head_dim": 256}, HopperBwdConfig(dq_v_stages=1)),
 }
