@@ -256,8 +256,8 @@ FAULTS = {
     ),
     "row numbers without padding": ("(begin // PADDING + sequence + 1)", "(begin // PADDING)"),
     "row numbers of unused rows": (
-        "return begin + tile * PADDING + start % PADDING, begin + used",
-        "return begin + tile * PADDING + start % PADDING, begin + owned",
+        "first, begin + used",
+        "first, begin + owned",
     ),
 }
 
