@@ -55,12 +55,6 @@ def order_of(num_seqs: int) -> Memory:
     return Memory((2 + 7 * (num_seqs + 2),), (1,), torch.int32)
 
 
-def orders_of(num_seqs: int) -> Memory:
-    """The same in its backward: of keys, then of rows."""
-    size = 2 + 7 * (num_seqs + 2)
-    return Memory((2, size), (size, 1), torch.int32)
-
-
 class _Call(NamedTuple):
     """What is remembered for a layout."""
 
@@ -401,8 +395,6 @@ def _settled(
         memory.append(_float32(batch, heads, spec.row_numbers, padded))
         if kernel.config.sums_dq:
             memory.append(_float32(batch, heads, seqlen_q, dim))
-        if spec.is_packed and kernel.config.lowering == "hopper":
-            memory.append(orders_of(packed_of(spec, extra).num_seqs))
     if spec.documents:
         sizes_of = document_scratch(batch, seqlen_q, k.shape[2])
         memory.append(_float32(*sizes_of)._replace(dtype=torch.int64))

@@ -16,7 +16,7 @@ from gluon_emulator import run
 from gluon_machine import Fault
 from torch import Tensor
 
-from attngen import calls, kernel, packed_reference, reference
+from attngen import kernel, packed_reference, reference
 from attngen.hopper import HopperBwdConfig
 from attngen.packed_reference import Sequences
 from attngen.render import render
@@ -103,7 +103,6 @@ def backward(
     scratch = [torch.full((1, heads, 2, (rows // 128 + len(cu[0]) + 1) * 128), nan)]
     if "dq_sum" in module.plan.__code__.co_varnames:
         scratch.append(torch.full((1, heads, rows, dim), nan))
-    scratch.append(calls.orders_of(len(cu[0]) - 1).make(q).fill_(2**30))
     numbers: dict[str, Any] = {"softmax_scale": reference.scale_of(spec)}
     if spec.has_softcap:
         numbers["softcap"] = spec.softcap
@@ -304,7 +303,6 @@ def test_offsets_out_of_order_touch_no_other_memory(
     named = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "seqused_k": cu[1:].clone()}
     named |= {"window_left": 9, "window_right": 9, "softmax_scale": 0.1}
     scratch, lse = scratch[: 2 if dq == "atomic" else 1], torch.zeros(1, 1, 300)
-    scratch.append(calls.orders_of(3).make(q))
     run(module.plan(q, k, v, q.clone(), lse, do, None, *results, *scratch, **named))
     for x in (*(x[:, [0, -1]] for x in stored), rows[0, :896], rows[1, -896:], dq_sum[[0, -1]]):
         assert (x == 7.0).all()

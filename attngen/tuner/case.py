@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attngen import packed
-from attngen.calls import order_of, orders_of, side_memory, side_outputs, transposed
+from attngen.calls import order_of, side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.fp8 import quantize, spread
@@ -71,8 +71,6 @@ class Case:
     """Scratch of the hopper lowering's forward for these."""
     padded_rows: Tensor | None = None
     """And of its backward, instead of `rows`."""
-    orders: Tensor | None = None
-    """And more of it."""
 
     @property
     def sequences(self) -> Sequences:
@@ -137,8 +135,6 @@ class Case:
             return self.q, self.k, self.v, self.out, self.lse, *self.sides, *made, *documents
         rows = self.padded_rows if config.lowering == "hopper" and self.offsets else self.rows
         scratch = (rows, self.dq_sum) if config.sums_dq else (rows,)
-        if config.lowering == "hopper" and self.offsets is not None:
-            scratch = (*scratch, self.orders)
         made = (self.dq, self.dk, self.dv, *scratch, *documents)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
 
@@ -235,7 +231,6 @@ def make(
         if spec.is_packed:
             padded = packed.padded_rows(rows, workload.batch)
             named["padded_rows"] = numbers(1, heads, spec.row_numbers, padded)
-            named["orders"] = orders_of(workload.batch).make(named["do"])
     beside = beside_of(spec, workload, device, generator, shares_scores=shares_scores)
     if backward and learns_scores and spec.bias:
         named["dbias"] = numbers(*beside["bias"].shape)
