@@ -76,6 +76,7 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
         HopperFwdConfig(turns=True, q_buffers=2),
     ),
     "bwd_hopper_atomic": ({"causal": True}, HopperBwdConfig(dq="atomic")),
+    "bwd_hopper_packed": ({"layout": "thd", "causal": True}, HopperBwdConfig(dq="atomic")),
     "bwd_hopper_kernel": ({"head_dim": 256}, HopperBwdConfig(dq_v_stages=1)),
 }
 
