@@ -23,7 +23,7 @@ from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.masks import document_scratch
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
-from attngen.packed import check_offsets, check_values, packed_of
+from attngen.packed import check_offsets, check_values, packed_of, padded_rows
 from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.score_terms import Sums, placed
 from attngen.spec import DESCALES, AttentionSpec
@@ -389,7 +389,10 @@ def _settled(
     if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
         memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
-        memory.append(_float32(batch, heads, spec.row_numbers, -(-seqlen_q // 128) * 128))
+        padded = -(-seqlen_q // 128) * 128
+        if spec.is_packed and kernel.config.lowering == "hopper":
+            padded = padded_rows(seqlen_q, packed_of(spec, extra).num_seqs)
+        memory.append(_float32(batch, heads, spec.row_numbers, padded))
         if kernel.config.sums_dq:
             memory.append(_float32(batch, heads, seqlen_q, dim))
     if spec.documents:

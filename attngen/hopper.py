@@ -28,7 +28,7 @@ MAX_STAGES = 4
 BARRIER_BYTES = 512
 """Of shared memory, for barriers and for what partitions of warps are handed; about 300 seen."""
 MAX_PARTS, MAX_WIDTH = 2, 256
-PACKED: tuple[Direction, ...] = ("fwd",)
+PACKED: tuple[Direction, ...] = ("fwd", "bwd")
 """Directions that serve packed sequences."""
 FP8_WIDTHS = (64, 128, 256)
 

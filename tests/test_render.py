@@ -76,6 +76,7 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
         HopperFwdConfig(turns=True, q_buffers=2),
     ),
     "bwd_hopper_atomic": ({"causal": True}, HopperBwdConfig(dq="atomic")),
+    "bwd_hopper_packed": ({"layout": "thd", "causal": True}, HopperBwdConfig(dq="atomic")),
     "bwd_hopper_kernel": ({"head_dim": 256}, HopperBwdConfig(dq_v_stages=1)),
 }
 
@@ -193,7 +194,7 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config
         packed = replace(spec, layout="thd")
-        for config in hopper_variants(packed, "fwd"):
+        for config in (*hopper_variants(packed, "fwd"), *hopper_variants(packed, "bwd")):
             yield packed, config
 
 

@@ -68,7 +68,9 @@ class Case:
     offsets: tuple[Tensor, Tensor] | None = None
     """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
     order: Tensor | None = None
-    """Scratch of the hopper lowering for these."""
+    """Scratch of the hopper lowering's forward for these."""
+    padded_rows: Tensor | None = None
+    """And of its backward, instead of `rows`."""
 
     @property
     def sequences(self) -> Sequences:
@@ -131,7 +133,8 @@ class Case:
                 made = (self.v_t,) if self.spec.is_fp8 else made
                 made = (self.order,) if self.spec.is_packed else made
             return self.q, self.k, self.v, self.out, self.lse, *self.sides, *made, *documents
-        scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
+        rows = self.padded_rows if config.lowering == "hopper" and self.offsets else self.rows
+        scratch = (rows, self.dq_sum) if config.sums_dq else (rows,)
         made = (self.dq, self.dk, self.dv, *scratch, *documents)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
 
@@ -154,7 +157,7 @@ class Case:
         it adds to with 0."""
         written = [self.out, self.lse, self.v_t, *self.sides]
         if config.direction == "bwd":
-            written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
+            written = [self.dq, self.dk, self.dv, self.rows, self.padded_rows, self.dq_sum]
         sums = [self.dbias, self.slope_sums, *self.daux.values()]
         for tensors, value in ((written, float("nan")), (sums, 0.0)):
             for tensor in tensors:
@@ -225,6 +228,9 @@ def make(
             "rows": numbers(batch, heads, spec.row_numbers, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
+        if spec.is_packed:
+            padded = packed.padded_rows(rows, workload.batch)
+            named["padded_rows"] = numbers(1, heads, spec.row_numbers, padded)
     beside = beside_of(spec, workload, device, generator, shares_scores=shares_scores)
     if backward and learns_scores and spec.bias:
         named["dbias"] = numbers(*beside["bias"].shape)

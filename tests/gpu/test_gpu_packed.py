@@ -13,7 +13,7 @@ from torch import Tensor
 
 import attngen
 from attngen import hopper, hopper_space, resolve
-from attngen.config import FwdConfig
+from attngen.config import BwdConfig, FwdConfig
 from attngen.pinned import pinned
 from attngen.resolve import device_info
 from attngen.search_space import candidates
@@ -236,6 +236,41 @@ def test_hopper_lowering(dim: int, options: Any, heads_kv: int) -> None:
     torch.testing.assert_close(found[1], want[1], atol=1e-3, rtol=0)
     for _ in range(20):
         assert torch.equal(_hopper_results(spec, tensors, cu, **options)[0], found[0])
+
+
+@pytest.mark.parametrize("dq", ["kernel", "atomic"])
+@pytest.mark.parametrize(("dim", "options", "heads_kv"), HOPPER, ids=str)
+def test_hopper_backward(dim: int, options: Any, heads_kv: int, dq: str) -> None:
+    """Beside the portable lowering; NaN of some sequences reaches no other."""
+    spec = AttentionSpec(head_dim=dim, layout="thd", **options).text
+    if why := hopper.unserved(spec, device_info(0), "bwd"):
+        pytest.skip("; ".join(why))
+    lengths = [(n * 377) % 997 * (n % 4 != 1) for n in range(200)]
+    cu = offsets(lengths).cuda()
+    tensors = inputs(sum(lengths) + 70, 4, dim, heads_kv=heads_kv)
+    place = packed_workload(len(lengths), 4, heads_kv, len(tensors[0]), len(tensors[1]))
+    starts = hopper_space.starts(spec, spec_bucket("bwd", spec, place), device_info(0))
+    config = next(each for each in starts if each.sums_dq == (dq == "atomic"))
+    with pinned({"bwd": BwdConfig(block_m=32, block_n=32, dq_block_m=32, dq_block_n=32)}):
+        want = results(*tensors, cu, **options)[2:]
+    with pinned({"bwd": config}):
+        found = results(*tensors, cu, **options)[2:]
+        for one, other in zip(found, want, strict=True):
+            error = (one.float() - other.float()).norm() / other.float().norm()
+            assert error < 1e-2
+        again = results(*tensors, cu, **options)[2:]
+        first = 0 if dq == "kernel" else 1  # sums of dq have no fixed order
+        assert all(map(torch.equal, again[first:], found[first:]))
+        within = torch.zeros(len(tensors[0]), dtype=torch.bool, device="cuda")
+        with torch.no_grad():
+            for n in (3, 50, 198):
+                within[int(cu[n]) : int(cu[n + 1])] = True
+            for x in tensors:
+                x[within] = float("nan")
+        tainted = results(*tensors, cu, **options)[2:]
+    for one, other in zip(tainted[first:], found[first:], strict=True):
+        assert torch.equal(one[~within], other[~within])
+    assert tainted[0][~within].isfinite().all()
 
 
 def test_hopper_lowering_in_a_graph_whose_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
