@@ -161,9 +161,10 @@ def _takes_turns(config: HopperConfig) -> bool:
 
 def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     """Every config worth a trial, a few dozen: the good ones, then what else the axes allow. None
-    for lengths that fill no tile."""
+    for lengths that fill no tile, or as a mean of packed ones half a tile."""
     lengths = (bucket.seqlen_q, bucket.seqlen_k)
-    return [] if any(0 < each < ROWS for each in lengths) else _fitting(spec, bucket, gpu)
+    least = 2 * ROWS if spec.is_packed else ROWS
+    return [] if any(0 < each < least for each in lengths) else _fitting(spec, bucket, gpu)
 
 
 def _fitting(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from typing import Any
 
@@ -13,8 +14,11 @@ from support import oracle
 from test_hopper import UNWRITTEN, emitted, fwd_config, spec_of
 from torch import Tensor
 
-from attngen import calls, reference
+from attngen import calls, gpu, hopper, lowering, reference
+from attngen.config import FwdConfig
 from attngen.spec import AttentionSpec
+from attngen.tuner import case
+from attngen.workload import Workload, packed_workload, spec_bucket
 
 __all__ = ["emitted"]
 UNEVEN = ([5, 0, 137, 1, 70], [9, 3, 200, 0, 133])
@@ -284,6 +288,26 @@ def test_order_of_offsets_that_add_up_to_too_much(emitted: Any) -> None:
     order = order_of(emitted(spec, fwd_config(spec)), cu, total)
     firsts = order[2:203]
     assert order[1] == 2**30 and (firsts.diff() >= 0).all() and firsts.max() == 2**30
+
+
+def test_the_tuner_knows_the_scratch(emitted: Any) -> None:
+    spec, config = packed_spec(64, causal=True), fwd_config(packed_spec(64))
+    made = case.make(spec, Workload(3, 2, 1, 100, 100), "meta", backward=False)
+    taken = inspect.signature(emitted(spec, config).plan).parameters.values()
+    names = [each.name for each in taken if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert names == ["q", "k", "v", "out", "lse", "order"]
+    assert len(made.tensors(config)) == len(names)
+    portable = FwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+    assert len(made.tensors(portable)) == len(names) - 1
+
+
+@pytest.mark.parametrize(("mean", "wanted"), [(64, "triton"), (100, "hopper"), (4096, "hopper")])
+def test_where_it_serves(monkeypatch: pytest.MonkeyPatch, mean: int, wanted: str) -> None:
+    """Sequences of half a tile leave too many rows empty."""
+    monkeypatch.setattr(hopper, "triton_minor", lambda: "3.6")
+    spec, h200 = packed_spec(128, causal=True), gpu.by_name("nvidia_h200")
+    at = spec_bucket("fwd", spec, packed_workload(40, 16, 16, 40 * mean, 40 * mean))
+    assert lowering.default(spec, at, h200).lowering == wanted
 
 
 KNOBS = [

@@ -231,7 +231,7 @@ def test_hopper_lowering(dim: int, options: Any, heads_kv: int) -> None:
         want = results(*tensors, cu, **options)[:2]
     found = _hopper_results(spec, tensors, cu, **options)
     assert torch.equal(found[1].isneginf(), want[1].isneginf())
-    torch.testing.assert_close(found[0], want[0], atol=2e-2, rtol=0)
+    torch.testing.assert_close(found[0], want[0], atol=2e-2, rtol=1e-2)
     torch.testing.assert_close(found[1], want[1], atol=1e-3, rtol=0)
     for _ in range(20):
         assert torch.equal(_hopper_results(spec, tensors, cu, **options)[0], found[0])
