@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attngen import interpreter
+from attngen.block_map import check_lists
 from attngen.checks import check_descales, check_tensors
 from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
@@ -468,4 +469,6 @@ def _check(
         check_descales(spec.fp8_scale, q, k, extra[-len(DESCALES) :])
     if spec.is_packed:
         check_offsets(spec, q, extra)
+    if spec.block_map:
+        check_lists(extra[spec.tensor_args.index("block_map")], q, k)
     return spec

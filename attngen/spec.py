@@ -37,6 +37,8 @@ PRECISIONS = ("ieee", "tf32")
 FP8_SCALES = (None, "tensor", "head", "block")
 SCALE_ROWS = 128
 """Rows that share a scale with fp8_scale="block"."""
+MAP_TILE = 128
+"""Rows and keys of a tile of a block map."""
 DESCALES = ("q_descale", "k_descale", "v_descale")
 GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
 AUX = ("max_logit", "col_sum", "entropy")
@@ -48,7 +50,6 @@ PACKED_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 # Fields of the public spec whose kernels are not built yet, with what each would bring.
 _NOT_BUILT = {
     "paged": "a paged KV cache",
-    "block_map": "block maps",
 }
 
 
@@ -104,6 +105,9 @@ class AttentionSpec:
             negative index counts from the end; one out of range reads the nearest entry.
             Differentiable, floating tensors included. templates/README.md lists the operators.
         mask_mod: mask_mod(b, h, q_idx, k_idx), likewise; returns a bool, and False hides the key.
+        block_map: calls take block_map, which `attngen.make_block_map` makes once: which tiles of
+            scores mask_mod, with `causal`, `window` and `chunk`, leaves empty, and which it leaves
+            whole. Empty ones are never read, and whole ones computed without a mask.
         layout: "bhsd" (batch, heads, seqlen, dim), "bshd" (batch, seqlen, heads, dim), or "thd":
             packed sequences, q (total_q, heads, dim) and so on, whose calls take cu_seqlens_q and
             cu_seqlens_k. Positions, masks and alignments are those of each sequence.
@@ -214,6 +218,12 @@ class AttentionSpec:
                 "aux=col_sum under prefix_lm, documents, tree_mask, score_mod or mask_mod is not "
                 "built yet; say it by attn_mask and bias"
             )
+        if self.block_map:
+            reasons += [
+                f"block_map with {name} is not built yet; say it by mask_mod"
+                for name in ("prefix_lm", "documents", "tree_mask")
+                if getattr(self, name)
+            ]
         if self.is_packed:
             reasons += _unpacked(self)
         if reasons:
@@ -312,6 +322,14 @@ class AttentionSpec:
         """The tensors that functions read: score_mod's, then mask_mod's."""
         functions = (self.score_function, self.mask_function)
         return tuple(aux for each in functions if each is not None for aux in each.aux)
+
+    @property
+    def map_loops(self) -> list[tuple[str, str, bool]]:
+        """The loops over the tiles that a block map lists: where each begins and ends, and whether
+        its tiles are masked ones."""
+        if self.has_score_entries or self.score_mod is not None:
+            return [("0", "num_listed", True)]
+        return [("0", "num_partial", True), ("num_partial", "num_listed", False)]
 
     @property
     def captured(self) -> tuple[Any, ...] | None:
@@ -518,6 +536,7 @@ class AttentionSpec:
             "doc_ids_q": self.documents,
             "doc_ids_k": self.documents,
             "tree_mask": self.tree_mask,
+            "block_map": self.block_map,
             **dict.fromkeys(PACKED_ARGS, self.is_packed),
         }
         names = tuple(name for name, is_given in given.items() if is_given)
@@ -704,6 +723,11 @@ def _validate(spec: AttentionSpec) -> None:
     for name, field in FIELDS.items():
         if field.type == "bool":
             flag(name, getattr(spec, name))
+    if spec.block_map and spec.mask_mod is None:
+        raise SpecError(
+            "block_map=True needs mask_mod, whose tiles it lists, got mask_mod=None; add mask_mod, "
+            "or leave block_map out: causal, window and chunk skip tiles without one"
+        )
 
 
 def function_text(name: str, value: Any) -> Any:
@@ -731,7 +755,7 @@ def no_pairs(name: str) -> str:
 def _unpacked(spec: AttentionSpec) -> list[str]:
     """What packed sequences cannot have."""
     why = [no_pairs(name) for name in ("attn_mask", "bias") if getattr(spec, name)]
-    beside = ("prefix_lm", "documents", "tree_mask", "score_mod", "mask_mod", "aux")
+    beside = ("prefix_lm", "documents", "tree_mask", "score_mod", "mask_mod", "block_map", "aux")
     why += [
         f'{name} with layout="thd" is not built yet; call once for each sequence'
         for name in beside
