@@ -181,8 +181,8 @@ class Attention:
             doc_ids_k: the same for keys; doc_ids_q itself if None and lengths agree.
             tree_mask: bool, (n, n) or (batch, n, n); the last n rows of q and k are the nodes of a
                 tree, and node i sees node j iff tree_mask[i, j].
-            block_map: what `attngen.make_block_map` made of the spec's masks, for these sizes: tiles
-                in which no key is seen are not read.
+            block_map: what `attngen.make_block_map` made of the spec's masks, for these sizes;
+                tiles of which no key is seen are not read.
             aux_tensors: what score_mod reads, then what mask_mod reads, each in the order of first
                 use (one that both read stands twice); default: the tensors that the functions had
                 when the spec was made. Those of score_mod are differentiable where floating, unless

@@ -1,8 +1,8 @@
 """Block maps: which tiles of scores a mask leaves empty, partial or full, found once by a kernel.
 
-A map is for tiles of MAP_TILE queries and keys, so that its memory grows with their number. Kernels,
-whose own tiles divide these, walk its lists: those of a row in the forward and for dq, those of a
-column for dk and dv.
+A map has tiles of MAP_TILE queries and keys, and memory for each of these. Kernels, whose own tiles
+divide them, walk its lists: those of a row in the forward and for dq, those of a column for dk and
+dv.
 """
 
 from __future__ import annotations
@@ -103,9 +103,8 @@ def make_block_map(
             "device is the CPU but this machine has a GPU; name a GPU, or set ATTNGEN_INTERPRET=1 "
             "to run Triton's interpreter"
         )
-    tiles = (-(-rows // MAP_TILE), -(-keys // MAP_TILE))
     own = (batch if "b" in function.inputs else 1, heads if "h" in function.inputs else 1)
-    kinds = torch.empty((*own, *tiles), dtype=torch.int8, device=like.device)
+    kinds = torch.empty((*own, *_tiles(rows, keys)), dtype=torch.int8, device=like.device)
     if kinds.numel():
         numbers: dict[str, Any] = {"seqlen_q": rows, "seqlen_k": keys}
         left, right = spec.window or (None, None)
@@ -126,6 +125,22 @@ def make_block_map(
             with torch.cuda.device(index):
                 run(kinds, **numbers)
     return BlockMap(lists_of(kinds), batch, heads, rows, keys, of_masks.key)
+
+
+def _tiles(rows: int, keys: int) -> tuple[int, int]:
+    return -(-rows // MAP_TILE), -(-keys // MAP_TILE)
+
+
+def num_entries(rows: int, keys: int) -> int:
+    """Numbers of a map for one head."""
+    tiles_q, tiles_k = _tiles(rows, keys)
+    return tiles_q * (tiles_k + 2) + tiles_k * (tiles_q + 2)
+
+
+def map_of(spec: AttentionSpec, q: Tensor, k: Tensor, aux: Sequence[Tensor]) -> BlockMap:
+    """The map of a call of (batch, heads, seqlen, dim) tensors."""
+    sizes = (*q.shape[:3], k.shape[2])
+    return make_block_map(spec, *sizes, device=q.device, aux_tensors=aux)
 
 
 def lists_of(kinds: Tensor) -> Tensor:
@@ -227,8 +242,7 @@ def check_block_map(given: Any, mask: str, q: Tensor, k: Tensor, moved: bool) ->
 
 def check_lists(lists: Tensor | None, q: Tensor, k: Tensor) -> None:
     """Refuse what a kernel would read past the end of."""
-    tiles_q, tiles_k = (-(-x.shape[2] // MAP_TILE) for x in (q, k))
-    entries = tiles_q * (tiles_k + 2) + tiles_k * (tiles_q + 2)
+    entries = num_entries(q.shape[2], k.shape[2])
     sizes = ((1, q.shape[0]), (1, q.shape[1]), (entries,))
     is_list = lists is not None and lists.dtype == torch.int32 and lists.dim() == 3
     if (

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attngen import packed, packed_reference, reference
 from attngen.api import compile
+from attngen.block_map import map_of
 from attngen.fp8 import quantize, spread
 from attngen.mask_rules import made
 from attngen.packed_reference import Sequences
@@ -157,6 +158,8 @@ def _attend(
     tensors: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
     if spec.has_functions:
         tensors["aux_tensors"] = tuple(tensors.pop(name) for name in spec.aux_args)
+    if spec.block_map:
+        tensors["block_map"] = map_of(spec, q, k, tensors["aux_tensors"])
     out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **tensors)
     return out, lse
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attngen import packed
+from attngen.block_map import map_of, num_entries
 from attngen.calls import side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
@@ -67,6 +68,8 @@ class Case:
     """Sums of the gradients of aux tensors, by the names of these."""
     offsets: tuple[Tensor, Tensor] | None = None
     """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
+    tiles: Tensor | None = None
+    """The lists of a block map."""
 
     @property
     def sequences(self) -> Sequences:
@@ -114,6 +117,8 @@ class Case:
                 named[name] = tensor
             else:
                 named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
+        if self.tiles is not None:
+            named["block_map"] = self.tiles.expand(*heads, self.tiles.shape[2])
         if self.dbias is not None:
             named["dbias"] = self.dbias.expand(scores)
         if self.slope_sums is not None:
@@ -233,6 +238,11 @@ def make(
     if spec.is_fp8:
         rounded, descales = _quantized(spec, q, k, v)
         q, k, v = (narrowed(x, values) for x, values in zip((q, k, v), rounded, strict=True))
+    lists = None
+    if spec.block_map:
+        aux = tuple(beside[name] for name in spec.aux_args)
+        lists = torch.empty(1, 1, num_entries(rows, keys), dtype=torch.int32, device=device)
+        lists = lists if device == "meta" else map_of(spec, q, k, aux).lists
     tiles = None
     if spec.documents:
         tiles = torch.empty(document_scratch(batch, rows, keys), dtype=torch.int64, device=device)
@@ -252,6 +262,7 @@ def make(
         sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
         daux=daux,
         offsets=offsets,
+        tiles=lists,
         **named,
     )
 
