@@ -144,7 +144,7 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         f"lowering=hopper has no {name}"
         for name in (
             *("attn_mask", "bias", "alibi", "prefix_lm", "documents", "tree_mask"),
-            *("score_mod", "mask_mod", "block_map"),
+            *("score_mod", "mask_mod"),
         )
         if getattr(spec, name)
     ]
