@@ -266,7 +266,9 @@ class Attention:
             prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
         ):
             totals = (seqlen_q_total, seqlen_k_total)
-            masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+            count = None if sequences is None else sequences.num_seqs
+            tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
+            masks = check_masks(q, k, *tensors_of_masks, totals, count)
             check_mask_fields(self._masks, masks)
         starts = (batch_start, head_start)
         tiles = None
@@ -438,7 +440,9 @@ def attention(
     masks = None
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
-        masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+        count = None if sequences is None else sequences.num_seqs
+        tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
+        masks = check_masks(q, k, *tensors_of_masks, totals, count)
     texts = aux = None
     if score_mod is not None or mask_mod is not None or aux_tensors is not None:
         if torch.compiler.is_compiling() and (callable(score_mod) or callable(mask_mod)):
@@ -779,10 +783,10 @@ def _run(
         extra += masks.values()
     if block_map is not None:
         extra.append(block_map)
-    if aux is not None:
-        extra += aux
     if sequences is not None:
         extra += sequences
+    if aux is not None:
+        extra += aux
     extra += descales
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped

@@ -108,6 +108,8 @@ def _each(
 
 
 def _of_one(name: str, x: Any, n: int) -> Any:
+    if name == "prefix_lens":
+        return x[n : n + 1]
     return x[n] if name in OF_SEQUENCES and x.dim() == 2 and x.shape[0] != 1 else x
 
 

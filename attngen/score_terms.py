@@ -145,6 +145,9 @@ class Sums:
         for name in self.wanted:
             x = given[name]
             assert x is not None
+            if name in self.aux:
+                found.append(at[f"d{name}"].to(x.dtype))
+                continue
             if name == "alibi_slopes":
                 each = at["slope_sums"].squeeze(0)
             else:

@@ -755,7 +755,7 @@ def no_pairs(name: str) -> str:
 def _unpacked(spec: AttentionSpec) -> list[str]:
     """What packed sequences cannot have."""
     why = [no_pairs(name) for name in ("attn_mask", "bias") if getattr(spec, name)]
-    beside = ("prefix_lm", "documents", "tree_mask", "score_mod", "mask_mod", "block_map", "aux")
+    beside = ("documents", "tree_mask", "block_map", "aux")
     why += [
         f'{name} with layout="thd" is not built yet; call once for each sequence'
         for name in beside

@@ -181,8 +181,10 @@ def _attend_packed(
         at = Sequences.of(*offsets)
         return packed_reference.yardstick(spec, q, k, v, narrow, at, **beside, seed=SEED)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-    named: dict[str, Any] = dict(zip(PACKED_ARGS, offsets, strict=False))
-    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **named, **beside)
+    named: dict[str, Any] = beside | dict(zip(PACKED_ARGS, offsets, strict=False))
+    if spec.has_functions:
+        named["aux_tensors"] = tuple(named.pop(name) for name in spec.aux_args)
+    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **named)
     return out.transpose(0, 1)[None], lse.transpose(0, 1)[None]
 
 
