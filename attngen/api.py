@@ -306,8 +306,14 @@ class Attention:
             out = out.transpose(1, 2)
         elif sequences is not None:
             out, lse = packed.rows_first(out, lse)
+            sides = packed.side_rows_first(_in_order(wanted), sides)
         if nested is not None:
             out, lse = nested.nested(out), nested.nested(lse)
+            names = _in_order(wanted)
+            sides = [
+                x if n == "max_logit" else nested.nested(x)
+                for n, x in zip(names, sides, strict=True)
+            ]
         return _results(out, lse, return_lse, wanted, sides)
 
     def explain(
@@ -523,8 +529,13 @@ def attention(
         out = out.transpose(1, 2)
     elif sequences is not None:
         out, lse = packed.rows_first(out, lse)
+        sides = packed.side_rows_first(_in_order(wanted), sides)
     if nested is not None:
         out, lse = nested.nested(out), nested.nested(lse)
+        names = _in_order(wanted)
+        sides = [
+            x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
+        ]
     return _results(out, lse, return_lse, wanted, sides)
 
 

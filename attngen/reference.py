@@ -317,6 +317,7 @@ def side_outputs(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    batch_start: int = 0,
     math_dtype: torch.dtype = torch.float64,
     **more: Tensor | None,
 ) -> dict[str, Tensor]:
@@ -330,7 +331,8 @@ def side_outputs(
     rules = Structure.of(spec, seqlen_k, structure_of(more))
     q, k = (x.detach().to(math_dtype) for x in (q, k))
     rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
-    functions, place = Functions(spec, aux_of(more)), _places(batch, heads, rows, keys)
+    functions = Functions(spec, aux_of(more))
+    place = _places(batch, heads, rows, keys, batch_start)
     at = (torch.arange(batch, device=q.device)[:, None, None, None], rows[:, None], keys)
     rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
     s = q @ k.repeat_interleave(heads // k.shape[1], 1).mT * scale_of(spec)

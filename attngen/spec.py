@@ -755,12 +755,14 @@ def no_pairs(name: str) -> str:
 def _unpacked(spec: AttentionSpec) -> list[str]:
     """What packed sequences cannot have."""
     why = [no_pairs(name) for name in ("attn_mask", "bias") if getattr(spec, name)]
-    beside = ("documents", "tree_mask", "block_map", "aux")
+    beside = ("documents", "tree_mask", "block_map")
     why += [
         f'{name} with layout="thd" is not built yet; call once for each sequence'
         for name in beside
         if getattr(spec, name)
     ]
+    if "col_sum" in spec.aux:
+        why.append('aux=col_sum with layout="thd" is not built yet; call once for each sequence')
     if spec.is_fp8:
         why.append('FP8 inputs with layout="thd" are not built yet; dequantise them')
     return why

@@ -18,6 +18,7 @@ ROTATING = {
     "test_block_map.py",
     "test_jvp.py",
     "test_packed.py",
+    "test_packed_terms.py",
     "test_score_functions.py",
     "test_scores.py",
     "test_second.py",

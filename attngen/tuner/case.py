@@ -138,7 +138,8 @@ class Case:
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
         if config.direction == "fwd":
-            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides), strict=True)
+            at = None if self.offsets is None else self.offsets[0]
+            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides, at), strict=True)
             return {"out": self.out, "lse": self.lse, **dict(sides)}
         named = {name: getattr(self, name) for name in ("dq", "dk", "dv")}
         if self.dbias is not None:
