@@ -165,7 +165,8 @@ class Attention:
                 num_heads_q, seqlen_k), the sum of each key's P over the queries, before dropout;
                 "entropy" (batch, num_heads_q, seqlen_q), -sum P log P of each query over the keys
                 it sees, whose P a sink makes less than 1 in sum. Only lse is differentiable. Not
-                together with return_lse. Default: the spec's aux.
+                together with return_lse. For layout "thd" max_logit is (num_seqs, num_heads_q) and
+                entropy (total_q, num_heads_q). Default: the spec's aux.
             attn_mask: bool, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k) in either
                 layout; True is a key that may be seen.
             bias: float16, bfloat16 or float32, broadcastable likewise; added to the scores, where

@@ -96,8 +96,8 @@ class AttentionSpec:
             denominator gains exp(sink); its lse does not.
         score_mod: score_mod(score, b, h, q_idx, k_idx), as FlexAttention has it: what becomes of
             each score after softcap, bias and ALiBi. Arguments are tensors of no dims: a float32
-            score, and int32 numbers of batch row, query head, query and key, counted in the whole
-            sequence (q_start, batch_start and the rest move them; bottom-right alignment does not).
+            score, and int32 numbers of batch row (of packed sequences, the sequence), query head,
+            query and key, counted in the whole sequence (q_start, batch_start and the rest move them; bottom-right alignment does not).
             It returns a float; -inf hides the key. The function is called once, here; the field
             then holds what it computes as text, so that equal functions make equal specs, and such
             a text is taken in its place. Python numbers become part of it. Tensors it reads, each
@@ -213,11 +213,8 @@ class AttentionSpec:
             reasons.append(
                 "aux=col_sum with FP8 inputs is not built yet; dequantise them and use bfloat16"
             )
-        if (self.has_masks or self.has_functions) and "col_sum" in self.aux:
-            reasons.append(
-                "aux=col_sum under prefix_lm, documents, tree_mask, score_mod or mask_mod is not "
-                "built yet; say it by attn_mask and bias"
-            )
+        if self.block_map and "col_sum" in self.aux:
+            reasons.append("aux=col_sum with block_map is not built yet; leave one of them out")
         if self.block_map:
             reasons += [
                 f"block_map with {name} is not built yet; say it by mask_mod"

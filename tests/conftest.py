@@ -16,6 +16,7 @@ from attngen.store import Store
 # and the rest slow.
 ROTATING = {
     "test_block_map.py",
+    "test_col_sums.py",
     "test_jvp.py",
     "test_packed.py",
     "test_packed_terms.py",

@@ -44,7 +44,7 @@ def small(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dq", ["kernel", "atomic"])
 @pytest.mark.parametrize("fields", SPECS.values(), ids=SPECS)
 def test_results_and_gradients_beside_the_oracle(
