@@ -96,9 +96,9 @@ class AttentionSpec:
             denominator gains exp(sink); its lse does not.
         score_mod: score_mod(score, b, h, q_idx, k_idx), as FlexAttention has it: what becomes of
             each score after softcap, bias and ALiBi. Arguments are tensors of no dims: a float32
-            score, and int32 numbers of batch row (of packed sequences, the sequence), query head,
-            query and key, counted in the whole sequence (q_start, batch_start and the rest move them; bottom-right alignment does not).
-            It returns a float; -inf hides the key. The function is called once, here; the field
+            score, and int32 numbers of batch row (or packed sequence), query head, query and key,
+            counted in the whole sequence (q_start, batch_start and the rest move them; bottom-right
+            alignment does not). It returns a float; -inf hides the key. The function is called once, here; the field
             then holds what it computes as text, so that equal functions make equal specs, and such
             a text is taken in its place. Python numbers become part of it. Tensors it reads, each
             by one index a dim, are inputs: those seen here, unless a call has aux_tensors=. A
