@@ -98,12 +98,13 @@ class AttentionSpec:
             each score after softcap, bias and ALiBi. Arguments are tensors of no dims: a float32
             score, and int32 numbers of batch row (or packed sequence), query head, query and key,
             counted in the whole sequence (q_start, batch_start and the rest move them; bottom-right
-            alignment does not). It returns a float; -inf hides the key. The function is called once, here; the field
-            then holds what it computes as text, so that equal functions make equal specs, and such
-            a text is taken in its place. Python numbers become part of it. Tensors it reads, each
-            by one index a dim, are inputs: those seen here, unless a call has aux_tensors=. A
-            negative index counts from the end; one out of range reads the nearest entry.
-            Differentiable, floating tensors included. templates/README.md lists the operators.
+            alignment does not). It returns a float; -inf hides the key. The function is called
+            once, here; the field then holds what it computes as text, so that equal functions make
+            equal specs, and such a text is taken in its place. Python numbers become part of it.
+            Tensors it reads, each by one index a dim, are inputs: those seen here, unless a call
+            has aux_tensors=. A negative index counts from the end; one out of range reads the
+            nearest entry. Differentiable, floating tensors included. templates/README.md lists the
+            operators.
         mask_mod: mask_mod(b, h, q_idx, k_idx), likewise; returns a bool, and False hides the key.
         block_map: calls take block_map, which `attngen.make_block_map` makes once: which tiles of
             scores mask_mod, with `causal`, `window` and `chunk`, leaves empty, and which it leaves
