@@ -27,6 +27,7 @@ _HOME = {
     "attention": "attngen.api",
     "sdpa": "attngen.api",
     "reload": "attngen.api",
+    "make_block_map": "attngen.block_map",
     "merge": "attngen.merge",
     "dropout_keep": "attngen.dropout",
     "quantize": "attngen.fp8",
@@ -50,6 +51,7 @@ __all__ = [
     "attention",
     "compile",
     "dropout_keep",
+    "make_block_map",
     "merge",
     "quantize",
     "reload",
@@ -60,6 +62,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from attngen.api import Attention, attention, compile, reload, sdpa
+    from attngen.block_map import make_block_map
     from attngen.dropout import dropout_keep
     from attngen.errors import (
         AttngenError,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attngen import ops, packed, resolve
+from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     BIAS_DTYPES,
     SCORE_FIELDS,
@@ -94,6 +95,9 @@ class Attention:
         self._eval_key = replace(bare, dropout_p=0.0).text_key
         self._drop_key = replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
+        self._mask = None
+        if spec.block_map:
+            self._mask = mask_key(spec.causal, spec.window, spec.chunk, str(spec.mask_mod))
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
         self._masks = tuple(field for field in masks if getattr(spec, field))
@@ -123,6 +127,7 @@ class Attention:
         doc_ids_q: Tensor | None = None,
         doc_ids_k: Tensor | None = None,
         tree_mask: Tensor | None = None,
+        block_map: BlockMap | None = None,
         aux_tensors: Sequence[Tensor] | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
@@ -160,7 +165,8 @@ class Attention:
                 num_heads_q, seqlen_k), the sum of each key's P over the queries, before dropout;
                 "entropy" (batch, num_heads_q, seqlen_q), -sum P log P of each query over the keys
                 it sees, whose P a sink makes less than 1 in sum. Only lse is differentiable. Not
-                together with return_lse. Default: the spec's aux.
+                together with return_lse. For layout "thd" max_logit is (num_seqs, num_heads_q) and
+                entropy (total_q, num_heads_q). Default: the spec's aux.
             attn_mask: bool, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k) in either
                 layout; True is a key that may be seen.
             bias: float16, bfloat16 or float32, broadcastable likewise; added to the scores, where
@@ -176,6 +182,8 @@ class Attention:
             doc_ids_k: the same for keys; doc_ids_q itself if None and lengths agree.
             tree_mask: bool, (n, n) or (batch, n, n); the last n rows of q and k are the nodes of a
                 tree, and node i sees node j iff tree_mask[i, j].
+            block_map: what `attngen.make_block_map` made of the spec's masks, for these sizes;
+                tiles of which no key is seen are not read.
             aux_tensors: what score_mod reads, then what mask_mod reads, each in the order of first
                 use (one that both read stands twice); default: the tensors that the functions had
                 when the spec was made. Those of score_mod are differentiable where floating, unless
@@ -259,8 +267,14 @@ class Attention:
             prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
         ):
             totals = (seqlen_q_total, seqlen_k_total)
-            masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+            count = None if sequences is None else sequences.num_seqs
+            tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
+            masks = check_masks(q, k, *tensors_of_masks, totals, count)
             check_mask_fields(self._masks, masks)
+        starts = (batch_start, head_start)
+        tiles = None
+        if block_map is not None or spec.block_map:
+            tiles = _tiles(block_map, self._mask, q, k, shard, starts)
         aux = None
         if self._functions is not None or aux_tensors is not None:
             aux = check_aux(self._functions, aux_tensors, q, spec.deterministic)
@@ -285,15 +299,22 @@ class Attention:
             aux=aux,
             sequences=sequences,
             shard=shard,
-            starts=(batch_start, head_start),
+            starts=starts,
+            block_map=tiles,
             partial=partial,
         )
         if spec.layout == "bshd":
             out = out.transpose(1, 2)
         elif sequences is not None:
             out, lse = packed.rows_first(out, lse)
+            sides = packed.side_rows_first(_in_order(wanted), sides)
         if nested is not None:
             out, lse = nested.nested(out), nested.nested(lse)
+            names = _in_order(wanted)
+            sides = [
+                x if n == "max_logit" else nested.nested(x)
+                for n, x in zip(names, sides, strict=True)
+            ]
         return _results(out, lse, return_lse, wanted, sides)
 
     def explain(
@@ -349,6 +370,7 @@ def attention(
     tree_mask: Tensor | None = None,
     score_mod: Any = None,
     mask_mod: Any = None,
+    block_map: BlockMap | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
@@ -425,7 +447,9 @@ def attention(
     masks = None
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
-        masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+        count = None if sequences is None else sequences.num_seqs
+        tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
+        masks = check_masks(q, k, *tensors_of_masks, totals, count)
     texts = aux = None
     if score_mod is not None or mask_mod is not None or aux_tensors is not None:
         if torch.compiler.is_compiling() and (callable(score_mod) or callable(mask_mod)):
@@ -448,6 +472,13 @@ def attention(
     if softcap is not None:
         softcap = cap_number(softcap, softmax_scale)
     dropout_p = probability("dropout_p", dropout_p)
+    tiles, mapped = None, _NONE
+    if block_map is not None:
+        mapped = ("block_map",)
+        mask = None
+        if texts is not None and texts[1] is not None:
+            mask = mask_key(causal, (left, right), chunk, str(texts[1]))
+        tiles = _tiles(block_map, mask, q, k, shard, (batch_start, head_start))
     key = _text_key(
         operator.index(q.shape[3]),  # a constant to torch.compile, where int() stays symbolic
         operator.index(v.shape[3]),
@@ -464,7 +495,7 @@ def attention(
         batch_invariant,
         fp8_scale,
         _NONE if scores is None else tuple(scores),
-        _NONE if masks is None else fields_of(masks),
+        (*(_NONE if masks is None else fields_of(masks)), *mapped),
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
     if texts is not None:
@@ -492,14 +523,20 @@ def attention(
         sequences=sequences,
         shard=shard,
         starts=(batch_start, head_start),
+        block_map=tiles,
         partial=partial,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
     elif sequences is not None:
         out, lse = packed.rows_first(out, lse)
+        sides = packed.side_rows_first(_in_order(wanted), sides)
     if nested is not None:
         out, lse = nested.nested(out), nested.nested(lse)
+        names = _in_order(wanted)
+        sides = [
+            x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
+        ]
     return _results(out, lse, return_lse, wanted, sides)
 
 
@@ -697,6 +734,7 @@ def _run(
     sequences: packed.Packed | None,
     shard: Shard,
     starts: tuple[int, int],
+    block_map: Tensor | None,
     partial: bool,
 ) -> Sequence[Tensor]:
     """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
@@ -755,10 +793,12 @@ def _run(
         extra += scores.values()
     if masks is not None:
         extra += masks.values()
-    if aux is not None:
-        extra += aux
+    if block_map is not None:
+        extra.append(block_map)
     if sequences is not None:
         extra += sequences
+    if aux is not None:
+        extra += aux
     extra += descales
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
@@ -767,6 +807,24 @@ def _run(
     except RuntimeError:  # a sparse tensor of a shape that passed before has no strides
         check_kinds({"q": q, "k": k, "v": v})
         raise
+
+
+def _tiles(
+    block_map: Any, mask: str | None, q: Tensor, k: Tensor, shard: Shard, starts: tuple[int, int]
+) -> Tensor:
+    """The lists of a call's block map; `mask` is what it must be of, None if the spec has none."""
+    if block_map is None:
+        raise SpecError(
+            "the spec says block_map=True, but the call has no block_map; pass block_map=, or "
+            "compile a spec without block_map"
+        )
+    if mask is None:
+        raise SpecError(
+            "block_map is given, but the spec says block_map=False, or has no mask_mod; compile a "
+            "spec with both, or leave block_map out"
+        )
+    moved = shard != (0, 1, 0, 1, None, None) or starts != (0, 0)
+    return check_block_map(block_map, mask, q, k, moved)
 
 
 def _scaled(q: Tensor, softmax_scale: float) -> tuple[Tensor, float]:

@@ -27,7 +27,6 @@ BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 # Tensor arguments whose spec field exists but whose kernels are not built yet.
 _TENSOR_FIELD = {
     "block_table": "paged",
-    "block_map": "block_map",
 }
 
 

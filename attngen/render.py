@@ -87,10 +87,12 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
     traits += [name for name in FUNCTIONS if getattr(spec, name)]
+    traits += ["block map"] if spec.block_map and config.direction != "map" else []
     traits += ["dropout"] if spec.has_dropout else []
     traits += ["side outputs"] if spec.aux else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
-    what = {"fwd": "forward", "bwd": "backward", "jvp": "with tangents"}[direction_of(config)]
+    words = {"fwd": "forward", "bwd": "backward", "jvp": "with tangents", "map": "block map"}
+    what = words[direction_of(config)]
     return f"Attention {what}: {', '.join(traits)}."
 
 

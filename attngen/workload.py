@@ -13,9 +13,10 @@ from attngen.errors import SpecError, nearest
 from attngen.spec import AttentionSpec
 from attngen.values import shown, whole
 
-Direction = Literal["fwd", "bwd", "jvp"]
+Direction = Literal["fwd", "bwd", "jvp", "map"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
-"""Those that are tuned: "jvp", the forward with tangents, runs by default configs."""
+"""Those that are tuned: "jvp", the forward with tangents, runs by default configs, and "map", the
+kernel of block maps, by one."""
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,11 @@ from attngen.store import Store
 # Files with hundreds of calls in the interpreter: each day another tenth of their tests is quick,
 # and the rest slow.
 ROTATING = {
+    "test_block_map.py",
+    "test_col_sums.py",
     "test_jvp.py",
     "test_packed.py",
+    "test_packed_terms.py",
     "test_score_functions.py",
     "test_scores.py",
     "test_second.py",

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attngen import packed
+from attngen.block_map import map_of, num_entries
 from attngen.calls import order_of, side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
@@ -71,6 +72,8 @@ class Case:
     """Scratch of the hopper lowering's forward for these."""
     padded_rows: Tensor | None = None
     """And of its backward, instead of `rows`."""
+    tiles: Tensor | None = None
+    """The lists of a block map."""
 
     @property
     def sequences(self) -> Sequences:
@@ -118,6 +121,8 @@ class Case:
                 named[name] = tensor
             else:
                 named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
+        if self.tiles is not None:
+            named["block_map"] = self.tiles.expand(*heads, self.tiles.shape[2])
         if self.dbias is not None:
             named["dbias"] = self.dbias.expand(scores)
         if self.slope_sums is not None:
@@ -141,7 +146,8 @@ class Case:
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
         if config.direction == "fwd":
-            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides), strict=True)
+            at = None if self.offsets is None else self.offsets[0]
+            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides, at), strict=True)
             return {"out": self.out, "lse": self.lse, **dict(sides)}
         named = {name: getattr(self, name) for name in ("dq", "dk", "dv")}
         if self.dbias is not None:
@@ -244,6 +250,11 @@ def make(
     if spec.is_fp8:
         rounded, descales = _quantized(spec, q, k, v)
         q, k, v = (narrowed(x, values) for x, values in zip((q, k, v), rounded, strict=True))
+    lists = None
+    if spec.block_map:
+        aux = tuple(beside[name] for name in spec.aux_args)
+        lists = torch.empty(1, 1, num_entries(rows, keys), dtype=torch.int32, device=device)
+        lists = lists if device == "meta" else map_of(spec, q, k, aux).lists
     tiles = None
     if spec.documents:
         tiles = torch.empty(document_scratch(batch, rows, keys), dtype=torch.int64, device=device)
@@ -264,6 +275,7 @@ def make(
         daux=daux,
         offsets=offsets,
         order=order_of(workload.batch).make(q) if spec.is_packed else None,
+        tiles=lists,
         **named,
     )
 
