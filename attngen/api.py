@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import ops, packed, resolve
+from attngen import ops, packed, paged, resolve
 from attngen.checks import (
     BIAS_DTYPES,
     SCORE_FIELDS,
@@ -56,6 +56,8 @@ from attngen.workload import Direction, Workload, check_direction
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
 _NO_TEXTS = (None, None)
+_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",))
+"""Spec fields of no lengths, of seqused_k, and of block_table beside it."""
 
 
 def compile(spec: AttentionSpec, **options: Any) -> Attention:
@@ -133,6 +135,7 @@ class Attention:
         cu_seqlens_k: Tensor | None = None,
         seqused_q: Tensor | None = None,
         seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
         q_start: int = 0,
         q_step: int = 1,
         k_start: int = 0,
@@ -193,6 +196,11 @@ class Attention:
                 pass the end give wrong results there, but read no other memory.
             seqused_q, seqused_k: int32 (num_seqs): how many of a sequence's rows are used, from
                 the first on. The others get out 0, lse -inf and gradients 0, whatever they hold.
+                With key_lengths or paged, seqused_k (batch,) says it of each batch row's keys;
+                CUDA graphs may be replayed with other lengths.
+            block_table: of paged, int32 (batch, max_pages), for k and v of (pages, page_size,
+                num_heads_kv, dim) in either layout, page_size a multiple of 16; other orders in
+                memory by strides. Entries behind the last used key are not read.
             q_start, q_step, k_start, k_step: where this call's rows stand in the whole sequence
                 (shards): row i is row start + i * step.
             seqlen_q_total, seqlen_k_total: lengths of the whole sequences, which bottom-right
@@ -229,8 +237,16 @@ class Attention:
         if wanted:
             key = _key_with_aux(key, wanted)
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-        sequences = None
-        if spec.layout == "bshd":
+        sequences, lengths = None, _NONE
+        if spec.has_lengths or block_table is not None:
+            paged.check_fields(spec, seqused_k, block_table)
+            lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
+            paged.refuse_beside(shard)
+            seqused_k = None
+        if spec.paged:
+            k, v = paged.heads_first(k, v)
+            q = q.transpose(1, 2) if spec.layout == "bshd" else q
+        elif spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         nested = None
@@ -243,7 +259,7 @@ class Attention:
             q, k, v = packed.heads_first(q, k, v)
         elif not (offsets[0] is offsets[1] is offsets[2] is offsets[3] is None):
             packed.refuse_offsets(spec.layout, *offsets)
-        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
+        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype, is_paged=spec.paged)
         descales = (q_descale, k_descale, v_descale)
         if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
             check_scale(spec, descales)
@@ -259,6 +275,8 @@ class Attention:
             prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
         ):
             totals = (seqlen_q_total, seqlen_k_total)
+            if lengths:
+                totals = (q.shape[2], paged.capacity(k, block_table))
             masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
             check_mask_fields(self._masks, masks)
         aux = None
@@ -284,6 +302,7 @@ class Attention:
             masks=masks,
             aux=aux,
             sequences=sequences,
+            lengths=lengths,
             shard=shard,
             starts=(batch_start, head_start),
             partial=partial,
@@ -359,6 +378,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     layout: str = "bhsd",
     precision: str = "ieee",
     deterministic: bool | None = None,
@@ -397,8 +417,17 @@ def attention(
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
     shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-    sequences, nested = None, None
-    if are_jagged(q, k, v):
+    sequences, nested, lengths = None, None, _NONE
+    offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q)
+    if block_table is not None or (seqused_k is not None and _is_dense(q, layout, offsets)):
+        lengths = paged.lengths(seqused_k, block_table, *offsets)
+        paged.refuse_beside(shard)
+        if block_table is not None:
+            k, v = paged.heads_first(k, v)
+        if isinstance(layout, str) and layout == "bshd":
+            q, k, v = _rows_to_heads(q, k, v, is_paged=block_table is not None)
+        seqused_k = None
+    elif are_jagged(q, k, v):
         given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         nested = jagged(q, k, v, layout, *given)
         q, k, v = nested.tensors
@@ -411,10 +440,10 @@ def attention(
         layout = "thd"
         packed.refuse_beside(attn_mask, bias, shard)
         q, k, v = packed.heads_first(q, k, v)
-    elif isinstance(layout, str) and layout == "bshd":
+    elif isinstance(layout, str) and layout == "bshd" and not lengths:
         q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
-    check_call(q, k, v, None, None, name)
+    check_call(q, k, v, None, None, name, is_paged=block_table is not None)
     descales, fp8_scale = (q_descale, k_descale, v_descale), None
     if name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
         fp8_scale = scale_kind(name, descales)
@@ -425,6 +454,8 @@ def attention(
     masks = None
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
+        if lengths:
+            totals = (q.shape[2], paged.capacity(k, block_table))
         masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
     texts = aux = None
     if score_mod is not None or mask_mod is not None or aux_tensors is not None:
@@ -464,7 +495,7 @@ def attention(
         batch_invariant,
         fp8_scale,
         _NONE if scores is None else tuple(scores),
-        _NONE if masks is None else fields_of(masks),
+        (_NONE if masks is None else fields_of(masks)) + _LENGTH_FIELDS[len(lengths)],
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
     if texts is not None:
@@ -490,6 +521,7 @@ def attention(
         masks=masks,
         aux=aux,
         sequences=sequences,
+        lengths=lengths,
         shard=shard,
         starts=(batch_start, head_start),
         partial=partial,
@@ -501,6 +533,18 @@ def attention(
     if nested is not None:
         out, lse = nested.nested(out), nested.nested(lse)
     return _results(out, lse, return_lse, wanted, sides)
+
+
+def _is_dense(q: Any, layout: Any, offsets: tuple[Any, ...]) -> bool:
+    """Has seqused_k batch rows to count the keys of, not packed sequences?"""
+    if not all(x is None for x in offsets) or layout == "thd":
+        return False
+    return not (isinstance(q, Tensor) and q.is_nested)
+
+
+def _rows_to_heads(q: Any, k: Any, v: Any, *, is_paged: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of layout "bshd", where pages have another."""
+    return (q.transpose(1, 2), k, v) if is_paged else heads_first(q, k, v)
 
 
 def sdpa(
@@ -695,6 +739,7 @@ def _run(
     masks: dict[str, Tensor] | None,
     aux: tuple[Tensor, ...] | None,
     sequences: packed.Packed | None,
+    lengths: tuple[Any, ...],
     shard: Shard,
     starts: tuple[int, int],
     partial: bool,
@@ -759,6 +804,7 @@ def _run(
         extra += aux
     if sequences is not None:
         extra += sequences
+    extra += lengths
     extra += descales
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped

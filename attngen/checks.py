@@ -26,7 +26,6 @@ BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Tensor arguments whose spec field exists but whose kernels are not built yet.
 _TENSOR_FIELD = {
-    "block_table": "paged",
     "block_map": "block_map",
 }
 
@@ -419,7 +418,14 @@ _MAX_PASSED = 4096
 
 
 def check_call(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int | None, head_dim_v: int | None, dtype: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_dim: int | None,
+    head_dim_v: int | None,
+    dtype: str,
+    *,
+    is_paged: bool = False,
 ) -> None:
     """Kinds, shapes, devices and dtypes; what passed once is not looked at again."""
     at = None
@@ -427,11 +433,12 @@ def check_call(
         try:
             shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
             at = (*shapes, *dtypes, q.device, k.device, v.device, head_dim, head_dim_v, dtype)
+            at = (*at, is_paged)
             if at in _PASSED and not torch.is_autocast_enabled(q.device.type):
                 return
         except (AttributeError, RuntimeError, TypeError):
             at = None  # no plain tensors, or sizes without a value
-    check_tensors(q, k, v, head_dim, head_dim_v)
+    check_tensors(q, k, v, head_dim, head_dim_v, is_paged=is_paged)
     check_dtypes(q, k, v, dtype)
     if at is None or _autocasts(q):
         return
@@ -441,9 +448,16 @@ def check_call(
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int | None = None, head_dim_v: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_dim: int | None = None,
+    head_dim_v: int | None = None,
+    *,
+    is_paged: bool = False,
 ) -> None:
-    """Kinds, shapes and devices of q, k, v as (batch, heads, seqlen, dim)."""
+    """Kinds, shapes and devices of q, k, v as (batch, heads, seqlen, dim); of paged k and v as
+    (pages, heads, page size, dim)."""
     if torch._C._get_tracing_state() is not None:
         raise SpecError(
             "torch.jit.trace would hold this call's sizes for ever; use torch.export or "
@@ -465,7 +479,11 @@ def check_tensors(
             "q, k and v are on the meta device, which holds no data; make them on a real device, "
             "or trace the call with torch.compile or torch.export for shapes alone"
         )
-    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:
+    if is_paged and k.shape[0] != v.shape[0]:
+        raise SpecError(
+            f"k and v must have equally many pages, got {k.shape[0]} and {v.shape[0]}"
+        )
+    if not is_paged and (q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]):
         raise SpecError(
             f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
         )

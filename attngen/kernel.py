@@ -43,6 +43,8 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("documents", spec.documents),
             ("tree", spec.tree_mask),
             ("packed", spec.is_packed),
+            ("paged", spec.paged),
+            ("lengths", spec.key_lengths),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),

@@ -13,9 +13,11 @@ from attngen.errors import SpecError, nearest
 from attngen.spec import AttentionSpec
 from attngen.values import shown, whole
 
-Direction = Literal["fwd", "bwd", "jvp"]
+Direction = Literal["fwd", "bwd", "jvp", "decode"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
-"""Those that are tuned: "jvp", the forward with tangents, runs by default configs."""
+"""Those that a call has: "jvp", the forward with tangents, runs by default configs."""
+FAMILIES: tuple[Direction, ...] = (*DIRECTIONS, "decode")
+"""Kernels that are tuned: "decode" serves forwards of few query rows (`attngen.decode`)."""
 
 
 @dataclass(frozen=True)
@@ -133,12 +135,12 @@ class Bucket:
 
 
 def check_direction(direction: str) -> Direction:
-    """The direction; refuses what is neither "fwd" nor "bwd"."""
-    for known in DIRECTIONS:
+    """The direction; refuses what is none of `FAMILIES`."""
+    for known in FAMILIES:
         if isinstance(direction, str) and direction == known:
             return known
-    hint = nearest(direction, DIRECTIONS) if isinstance(direction, str) else ""
-    raise SpecError(f"direction must be 'fwd' or 'bwd', got {shown(direction)}{hint}")
+    hint = nearest(direction, FAMILIES) if isinstance(direction, str) else ""
+    raise SpecError(f"direction must be 'fwd', 'bwd' or 'decode', got {shown(direction)}{hint}")
 
 
 def ceil_pow2(n: int) -> int:
