@@ -237,7 +237,8 @@ class Attention:
         if wanted:
             key = _key_with_aux(key, wanted)
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-        sequences, lengths = None, _NONE
+        sequences: packed.Packed | None = None
+        lengths: tuple[Tensor, ...] = ()
         if spec.has_lengths or block_table is not None:
             paged.check_fields(spec, seqused_k, block_table)
             lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
@@ -417,7 +418,8 @@ def attention(
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
     shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-    sequences, nested, lengths = None, None, _NONE
+    sequences, nested = None, None
+    lengths: tuple[Tensor, ...] = ()
     offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q)
     if block_table is not None or (seqused_k is not None and _is_dense(q, layout, offsets)):
         lengths = paged.lengths(seqused_k, block_table, *offsets)

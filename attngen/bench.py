@@ -199,7 +199,7 @@ def _ours(
         return out
 
     for name, config in configs:
-        setting = partial(pinned, {direction: config})
+        setting = partial(pinned, {config.direction: config})
         with setting():
             call = _call(attend, inputs, direction)
         yield _Entrant(name, call, setting, config.key)

@@ -389,7 +389,7 @@ def _settled(
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
     if isinstance(kernel.config, DecodeConfig):
-        memory += _partials(kernel.config, sizes, (left, right), dim_v, resolved.gpu.sm_count)
+        memory += partials(kernel.config, sizes, (left, right), dim_v, resolved.gpu.sm_count)
     if direction == "bwd":
         memory.append(_float32(batch, heads, spec.row_numbers, -(-seqlen_q // 128) * 128))
         if kernel.config.sums_dq:
@@ -411,7 +411,7 @@ def _settled(
     return call
 
 
-def _partials(
+def partials(
     config: DecodeConfig,
     sizes: Workload,
     window: tuple[int | None, int | None],

@@ -432,8 +432,8 @@ def check_call(
     if not torch.compiler.is_compiling():
         try:
             shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-            at = (*shapes, *dtypes, q.device, k.device, v.device, head_dim, head_dim_v, dtype)
-            at = (*at, is_paged)
+            dims = (head_dim, head_dim_v, dtype, is_paged)
+            at = (*shapes, *dtypes, q.device, k.device, v.device, *dims)
             if at in _PASSED and not torch.is_autocast_enabled(q.device.type):
                 return
         except (AttributeError, RuntimeError, TypeError):
@@ -480,9 +480,7 @@ def check_tensors(
             "or trace the call with torch.compile or torch.export for shapes alone"
         )
     if is_paged and k.shape[0] != v.shape[0]:
-        raise SpecError(
-            f"k and v must have equally many pages, got {k.shape[0]} and {v.shape[0]}"
-        )
+        raise SpecError(f"k and v must have equally many pages, got {k.shape[0]} and {v.shape[0]}")
     if not is_paged and (q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]):
         raise SpecError(
             f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, Literal
 
 from attngen.config_base import NamedFields
@@ -63,6 +64,11 @@ def forward_direction(spec: AttentionSpec, seqlen_q: int) -> Direction:
     return "decode" if serves(spec, seqlen_q) else "fwd"
 
 
+def family(direction: Direction, spec: AttentionSpec, seqlen_q: int) -> Direction:
+    """The same for any direction."""
+    return forward_direction(spec, seqlen_q) if direction == "fwd" else direction
+
+
 def split_count(config: DecodeConfig, programs: int, seqlen_k: int, sm_count: int) -> int:
     """Into how many splits the keys of each program are cut.
 
@@ -102,7 +108,7 @@ def footprint(spec: AttentionSpec, config: DecodeConfig) -> tuple[int, int]:
     """(bytes of shared memory, registers a thread for accumulators and scores), by a formula."""
     d, dv = (sum(part.width for part in parts) for parts in (spec.qk_parts, spec.v_parts))
     m, n, size = config.block_m, config.block_n, spec.element_size
-    shared = m * d * size + max(1, config.num_stages) * n * (d + dv) * size
+    shared = m * d * size + max(1, config.num_stages - 1) * n * (d + dv) * size
     registers = (m * dv + m * n) // (32 * config.num_warps)
     return shared, registers
 
@@ -121,9 +127,7 @@ def infeasible(spec: AttentionSpec, config: DecodeConfig, gpu: GpuInfo) -> list[
     if not 1 <= config.programs_per_sm <= 32:
         why.append(f"programs_per_sm={config.programs_per_sm} must be from 1 to 32")
     if config.split_keys < 0 or (config.split_keys and config.split_keys % config.block_n):
-        why.append(
-            f"split_keys={config.split_keys} must be a multiple of block_n={config.block_n}"
-        )
+        why.append(f"split_keys={config.split_keys} must be a multiple of block_n={config.block_n}")
     if spec.batch_invariant and not config.split_keys:
         why.append("split_keys=0 makes splits of other sizes in other batches: batch_invariant")
     if why or gpu.is_interpreter:
@@ -183,6 +187,9 @@ def axes(spec: AttentionSpec, bucket: Bucket) -> dict[str, tuple[Any, ...]]:
     }
 
 
-def starts(spec: AttentionSpec, bucket: Bucket) -> list[DecodeConfig]:
-    """What a search tries first: the defaults, and those with other counts of splits."""
-    return list(_defaults(spec, bucket))
+def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[DecodeConfig]:
+    """Every feasible config of the axes, the defaults first."""
+    space = axes(spec, bucket)
+    every = [DecodeConfig(**dict(zip(space, x, strict=True))) for x in product(*space.values())]
+    order = dict.fromkeys([*_defaults(spec, bucket), *every])
+    return [config for config in order if not infeasible(spec, config, gpu)]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attngen import lowering
 from attngen.config import KernelConfig
+from attngen.decode import family
 from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
 from attngen.kernel import file_name
@@ -92,7 +93,8 @@ class Explanation:
         """The emitted text of a direction."""
         check_direction(direction)
         for choice in self.choices:
-            if choice.bucket.direction == direction:
+            served = choice.bucket.direction
+            if direction in (served, "fwd" if served == "decode" else served):
                 return render(choice.spec, choice.config)
         raise SpecError(
             f"this explanation has no direction {direction!r}; ask explain_workload for it"
@@ -116,8 +118,8 @@ def explain_workload(
     where = gpu or current()
     choices = []
     for direction in directions:
-        at = spec_bucket(direction, spec, workload)
         text = spec.served_as(direction).text
+        at = spec_bucket(family(direction, text, workload.seqlen_q), spec, workload)
         config, found, _ = find(text, at, where)
         notes = lowering.notes(text, config, at, where)
         if text.is_fp8 != spec.is_fp8:

@@ -91,7 +91,8 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["dropout"] if spec.has_dropout else []
     traits += ["side outputs"] if spec.aux else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
-    what = {"fwd": "forward", "bwd": "backward", "jvp": "with tangents", "decode": "decode"}[direction_of(config)]
+    names = {"fwd": "forward", "bwd": "backward", "jvp": "with tangents", "decode": "decode"}
+    what = names[direction_of(config)]
     return f"Attention {what}: {', '.join(traits)}."
 
 

@@ -71,9 +71,9 @@ class AttentionSpec:
             2**30. `causal` closes the right side.
         chunk: n makes attention local to chunks of n positions: query i sees key j only if
             i // n == j // n, in aligned positions (Llama 4). Causal masks and windows apply too.
-        paged: calls take block_table (batch, max_pages) and seqused_k (batch,): k and v are caches of
-            pages, (pages, page_size, num_heads_kv, dim) in any layout, and entry n of a batch row
-            names the page of its keys from n * page_size on. Without gradients.
+        paged: calls take block_table (batch, max_pages) and seqused_k (batch,): k and v are caches
+            of pages, (pages, page_size, num_heads_kv, dim) in any layout, and entry n of a batch
+            row names the page of its keys from n * page_size on. Without gradients.
         key_lengths: calls take seqused_k (batch,): how many keys of each batch row are used, from
             the first on; the others are not read, whatever they hold. Queries are aligned with the
             last used key. Without gradients; packed sequences take seqused_k anyway.

@@ -6,7 +6,7 @@ are written under one key and sought under another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from attngen.errors import SpecError, nearest
@@ -78,6 +78,8 @@ def packed_workload(
     return Workload(count, num_heads_q, num_heads_kv, -(-total_q // count), -(-total_k // count))
 
 
+TUNED_PAGE = 16
+"""Keys of a page, of a workload that names none."""
 MAX_SIZE = 2**31
 """Of a length, or of batch times heads, rounded up to a power of two."""
 
@@ -182,7 +184,8 @@ def bucket(
 
 def spec_bucket(direction: Direction, spec: AttentionSpec, workload: Workload) -> Bucket:
     """The bucket of a workload under a spec's own window."""
-    return bucket(direction, workload, spec_window(spec), batch_invariant=spec.batch_invariant)
+    found = bucket(direction, workload, spec_window(spec), batch_invariant=spec.batch_invariant)
+    return replace(found, page_size=TUNED_PAGE) if spec.paged else found
 
 
 def spec_window(spec: AttentionSpec) -> tuple[int | None, int | None]:
