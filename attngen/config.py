@@ -240,6 +240,8 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
         return hopper.infeasible(spec, config, gpu)
     if isinstance(config, DecodeConfig):
         return decode.infeasible(spec, config, gpu)
+    if spec.has_lengths:
+        return [f"keys of several lengths have no kernels of direction {config.direction}"]
     why = []
     for name, value in config.as_dict().items():
         if "block_" in name and (not MIN_BLOCK <= value <= MAX_BLOCK or value & (value - 1)):

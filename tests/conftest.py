@@ -15,6 +15,7 @@ from attngen.store import Store
 # Files with hundreds of calls in the interpreter: each day another fourth of their tests is quick,
 # and the rest slow.
 ROTATING = {
+    "test_decode.py",
     "test_jvp.py",
     "test_packed.py",
     "test_score_functions.py",
