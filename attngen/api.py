@@ -94,7 +94,8 @@ class Attention:
         bare = replace(spec, aux=()) if spec.aux else spec  # a call says which side outputs
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
-        self._drop_key = replace(bare, dropout_p=0.5).text_key
+        # None where there is no dropout
+        self._drop_key = None if spec.has_lengths else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
@@ -232,14 +233,14 @@ class Attention:
         p, key = spec.dropout_p, self._text_key
         if dropout_p is not None:
             p = probability("dropout_p", dropout_p)
-            key = self._drop_key if _drops(p) else self._eval_key
+            key = (self._drop_key if _drops(p) else self._eval_key) or _without_dropout(spec, p)
         wanted = _NONE if return_aux is _NONE else tuple(return_aux)
         if wanted:
             key = _key_with_aux(key, wanted)
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
         sequences: packed.Packed | None = None
         lengths: tuple[Tensor, ...] = ()
-        if spec.has_lengths or block_table is not None:
+        if spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed):
             paged.check_fields(spec, seqused_k, block_table)
             lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
             paged.refuse_beside(shard)
@@ -846,6 +847,11 @@ def _results(
 def _in_order(aux: tuple[str, ...]) -> list[str]:
     """Side outputs in the order of the op's results."""
     return [name for name in AUX if name in aux]
+
+
+def _without_dropout(spec: AttentionSpec, p: float) -> str:
+    """Refuse a spec with this dropout, which it cannot have."""
+    return replace(spec, dropout_p=p).text_key
 
 
 def _drops(p: float) -> bool:

@@ -70,8 +70,9 @@ def check_fields(spec: AttentionSpec, seqused_k: Any, block_table: Any) -> None:
         )
     if seqused_k is not None and not spec.has_lengths:
         raise SpecError(
-            "seqused_k is given, but the spec says key_lengths=False; compile a spec with "
-            "key_lengths=True, or leave seqused_k out"
+            f'seqused_k is given, but the spec says layout="{spec.layout}" and key_lengths=False; '
+            'compile a spec with key_lengths=True, or with layout="thd" for packed sequences, or '
+            "leave seqused_k out"
         )
     if spec.has_lengths and seqused_k is None:
         field = "paged" if spec.paged else "key_lengths"
