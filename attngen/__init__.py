@@ -27,6 +27,7 @@ _HOME = {
     "attention": "attngen.api",
     "sdpa": "attngen.api",
     "reload": "attngen.api",
+    "append_kv": "attngen.append",
     "merge": "attngen.merge",
     "dropout_keep": "attngen.dropout",
     "quantize": "attngen.fp8",
@@ -47,6 +48,7 @@ __all__ = [
     "TuningError",
     "UnsupportedSpecError",
     "Workload",
+    "append_kv",
     "attention",
     "compile",
     "dropout_keep",
@@ -60,6 +62,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from attngen.api import Attention, attention, compile, reload, sdpa
+    from attngen.append import append_kv
     from attngen.dropout import dropout_keep
     from attngen.errors import (
         AttngenError,

@@ -542,7 +542,7 @@ def _is_dense(q: Any, layout: Any, offsets: tuple[Any, ...]) -> bool:
     """Has seqused_k batch rows to count the keys of, not packed sequences?"""
     if not all(x is None for x in offsets) or layout == "thd":
         return False
-    return not (isinstance(q, Tensor) and q.is_nested)
+    return isinstance(q, Tensor) and not q.is_nested and q.dim() != 3
 
 
 def _rows_to_heads(q: Any, k: Any, v: Any, *, is_paged: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -70,6 +70,11 @@ def render(spec: AttentionSpec, config: KernelConfig) -> str:
     )
 
 
+def environment() -> jinja2.Environment:
+    """What every template of this folder is rendered in."""
+    return _environment()
+
+
 def title(spec: AttentionSpec, config: KernelConfig) -> str:
     """One line that says what the kernel computes."""
     dims = f"head_dim {spec.head_dim}"
