@@ -155,9 +155,13 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
     keys = max(_MIN_BLOCK, bucket.seqlen_k or _MAX_BLOCK)
     split_keys = INVARIANT_KEYS if spec.batch_invariant else 0
     wide, long = max(spec.head_dim, spec.head_dim_v) > 128, bucket.seqlen_k > 1024
-    sizes = [(128, 4, 3, 1), (64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2), (16, 4, 1, 2)]
-    if wide or not long:
-        sizes = sizes[1:]
+    # On an H200, bfloat16, D 128, 1 to 128 sequences of 512 to 65536 keys: 0.98 of the best in the
+    # mean. Pages take a stage for the table, and more programs.
+    sizes = [(64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2), (16, 4, 1, 2)]
+    if spec.paged:
+        sizes = [(64, 4, 4, 4), *sizes]
+    elif long and not wide:
+        sizes = [(128, 8 if block_m == _MIN_BLOCK else 4, 3, 1), *sizes]
     if spec.is_exact:
         sizes = [(32, 4, 1, 4), (16, 4, 1, 4)]
         block_m = 16
