@@ -132,6 +132,25 @@ def forward(
     return [*made[:2], *side_outputs(call.aux, made[2:])] if call.aux else made[:2]
 
 
+def again(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> list[Tensor] | None:
+    """[out, lse] of a layout that is known, and of a spec without further tensors; else None."""
+    inputs = (q, k, v)
+    try:
+        call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
+    except (RuntimeError, TypeError):  # no strides, or sizes without a value
+        return None
+    if call is None or _is_off(*inputs):
+        return None
+    return _launch(call, inputs, ())
+
+
 def backward(
     text_key: str,
     q: Tensor,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import make_qkv
+from support import make_qkv, run_file
 from torch import Tensor
 
 import attngen
@@ -159,7 +159,7 @@ def test_what_is_refused() -> None:
         attngen.append_kv(k.clone().requires_grad_(), v, *caches, positions=at)
 
 
-def test_every_text_is_formatted(tmp_path: Path) -> None:
+def test_every_text_is_formatted_and_checks_itself(tmp_path: Path) -> None:
     for paged, slots, rotary, pairs in [
         (False, False, False, False),
         (True, False, True, False),
@@ -167,7 +167,10 @@ def test_every_text_is_formatted(tmp_path: Path) -> None:
         (True, True, False, False),
     ]:
         spec = AppendSpec(96, 40, paged, rotary or not slots, slots, rotary, pairs, rotary)
-        (tmp_path / f"{paged}{slots}{rotary}{pairs}.py").write_text(source(spec))
+        path = tmp_path / f"{paged}{slots}{rotary}{pairs}.py"
+        path.write_text(source(spec))
+        done = run_file(path)
+        assert done.returncode == 0 and "largest error" in done.stdout, done.stderr[-2000:]
     settings = ["--isolated", "--line-length", "100", "--target-version", "py310", str(tmp_path)]
     for command in (["format", "--check"], ["check", "--select", "F"]):
         found = subprocess.run(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support import make_qkv, oracle, oracle_options
+from support import make_qkv, oracle, oracle_options, run_file
 from torch import Tensor
 
 import attngen
+from attngen import ops
 from attngen.config import CONFIG_CLASSES, infeasible, parse
 from attngen.decode import DecodeConfig, forward_direction, split_count
 from attngen.gpu import INTERPRETER, by_name
 from attngen.lowering import default
 from attngen.pinned import pinned
+from attngen.render import render
 from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Workload, spec_bucket
 
@@ -371,3 +374,39 @@ def test_explain_names_the_family() -> None:
     assert [each.bucket.direction for each in found.choices] == ["decode", "bwd"]
     assert "def attn_decode" in attend.source("fwd", Workload(1, 4, 2, 1, 64))
     assert default(attend.spec, found.choices[0].bucket, INTERPRETER).direction == "decode"
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"paged": True, "causal": True, "alibi": True, "sinks": True},
+        pytest.param({"attn_mask": True, "bias": True}, marks=pytest.mark.slow),
+        pytest.param({"key_lengths": True, "tree_mask": True}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_emitted_file_checks_itself(fields: dict[str, Any], tmp_path: Path) -> None:
+    spec = AttentionSpec(head_dim=40, dtype="float32", **fields)
+    path = tmp_path / "decode.py"
+    path.write_text(render(spec, SMALL))
+    done = run_file(path)
+    assert done.returncode == 0 and "4 splits" in done.stdout, done.stderr[-2000:]
+
+
+def test_the_usual_call_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the second call on few steps are taken, unless a gradient is wanted."""
+    q, k, v = _inputs(1, 4, 1, 40, 16, heads_kv=2)
+    attend = attngen.compile(AttentionSpec(head_dim=16, dtype="float32", causal=True, softcap=3.0))
+    want = attend(q, k, v, return_lse=True)
+
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("took the long way")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "forward", refuse)
+        got = attend(q, k, v, return_lse=True)
+        assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+        with pytest.raises(AssertionError, match="long way"):
+            attend(q.clone().requires_grad_(), k, v)
+        with pytest.raises(AssertionError, match="long way"):
+            attend(q, k[:, :, :20], v[:, :, :20])

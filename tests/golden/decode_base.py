@@ -2,7 +2,8 @@
 
 Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run it.
   spec    head_dim=128,dtype=bfloat16
-  config  lowering=triton,tiles=pointer,block_m=16,block_n=128,num_warps=4,num_stages=3,programs_per_sm=1,split_keys=0
+  config  lowering=triton,tiles=pointer,block_m=16,block_n=128,num_warps=4,num_stages=3,
+          programs_per_sm=1,split_keys=0
   again   attngen emit SPEC --direction decode --config CONFIG, with SPEC and CONFIG as above
 softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
 """
@@ -79,8 +80,8 @@ def load_keys(
 ):
     """Keys start .. start + COUNT and columns FIRST .. FIRST + WIDTH of one head.
 
-    Keys outside lo .. hi and columns from DIM on read as zero. A tile spans less than 2^31 elements,
-    unless it is WIDE.
+    Keys outside lo .. hi and columns from DIM on read as zero. Unless it is WIDE, a tile spans
+    less than 2^31 elements.
     """
     keys = start + tl.arange(0, COUNT)
     columns = FIRST + tl.arange(0, WIDTH)
