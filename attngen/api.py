@@ -338,19 +338,32 @@ class Attention:
         return _results(out, lse, return_lse, wanted, sides)
 
     def explain(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        block_table: Tensor | None = None,
     ) -> Explanation:
         """Which record, config and lowering serve a call of these tensors, and why. Of packed
-        sequences, cu_seqlens_q says how many there are."""
+        sequences, cu_seqlens_q says how many there are, and of a paged cache block_table how long a
+        batch row may be."""
         count = None
-        if self.spec.layout == "bshd":
+        if self.spec.paged:
+            paged.check_fields(self.spec, block_table, block_table)
+            k, v = paged.heads_first(k, v)
+            q = q.transpose(1, 2) if self.spec.layout == "bshd" else q
+        elif self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         elif self.spec.is_packed:
             q, k, v = packed.heads_first(q, k, v)
             offsets = packed.offsets(self.spec.layout, cu_seqlens_q, cu_seqlens_q, None, None)
             count = offsets.num_seqs
-        check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
-        return explain_call(self.spec, q, k, v, count)
+        dims = (self.spec.head_dim, self.spec.head_dim_v)
+        check_tensors(q, k, v, *dims, is_paged=self.spec.paged)
+        keys = paged.capacity(k, block_table) if self.spec.paged else k.shape[2]
+        return explain_call(self.spec, q, k, v, count, keys)
 
     def source(self, direction: Direction = "fwd", workload: Workload | None = None) -> str:
         """The emitted text that serves a workload (default: batch 1, 16 heads, 4096 tokens)."""
