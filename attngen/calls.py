@@ -25,7 +25,7 @@ from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.masks import document_scratch
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
-from attngen.packed import check_offsets, check_values, packed_of
+from attngen.packed import check_offsets, check_values, packed_of, padded_rows
 from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.score_terms import Sums, placed
 from attngen.spec import DESCALES, AttentionSpec
@@ -50,6 +50,11 @@ def transposed(v: Tensor) -> Memory:
     padded = -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
     strides = (heads * dim * padded, dim * padded, padded, 1)
     return Memory((batch, heads, dim, padded), strides, v.dtype)
+
+
+def order_of(num_seqs: int) -> Memory:
+    """The order of work of packed sequences, in the forward of the hopper lowering."""
+    return Memory((2 + 7 * (num_seqs + 2),), (1,), torch.int32)
 
 
 class _Call(NamedTuple):
@@ -409,8 +414,13 @@ def _settled(
         memory.append(transposed(tiles[2]))
     if isinstance(kernel.config, DecodeConfig):
         memory += partials(kernel.config, sizes, (left, right), dim_v, resolved.gpu.sm_count)
+    if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
+        memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
-        memory.append(_float32(batch, heads, spec.row_numbers, -(-seqlen_q // 128) * 128))
+        padded = -(-seqlen_q // 128) * 128
+        if spec.is_packed and kernel.config.lowering == "hopper":
+            padded = padded_rows(seqlen_q, packed_of(spec, extra).num_seqs)
+        memory.append(_float32(batch, heads, spec.row_numbers, padded))
         if kernel.config.sums_dq:
             memory.append(_float32(batch, heads, seqlen_q, dim))
     if spec.documents:

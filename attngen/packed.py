@@ -196,6 +196,12 @@ def sums_of_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return _sums(x, cu_seqlens.clamp(0, x.shape[1]).long())
 
 
+def padded_rows(total_q: int, count: int) -> int:
+    """How many row numbers a backward of the hopper lowering has of a head: those of each sequence
+    fill whole tiles of 128. Where they begin, `packed_bwd.py.jinja` says."""
+    return (total_q // 128 + count + 2) * 128
+
+
 def slots(total_k: int, count: int) -> int:
     """How many sums of ALiBi slopes a backward makes: `dkdv.py.jinja` says which of whose."""
     return total_k // SUM_KEYS + count + 2

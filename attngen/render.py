@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from dataclasses import replace
 
 import jinja2
 
@@ -113,8 +114,9 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     variants = structural_variants(direction)
     if spec.is_packed:  # has no descriptors
         variants = [config for config in variants if config.tiles == "pointer"]
-    if arch == hopper.ARCH and direction != "decode" and not hopper.unserved_anywhere(spec):
-        variants += hopper_variants(spec, direction)
+    if arch == hopper.ARCH and direction != "decode":
+        served = not hopper.unserved_anywhere(spec, direction)
+        variants += hopper_variants(spec, direction) if served else []
     for config in variants:
         _, _, body = render(spec, config).split('"""', 2)
         kernels, _, _ = body.partition("\ndef reference(")
@@ -141,7 +143,11 @@ def structural_variants(direction: Direction) -> list[KernelConfig]:
 def hopper_variants(spec: AttentionSpec, direction: Direction) -> list[KernelConfig]:
     """The same of the hopper lowering, for a spec that it serves."""
     if direction == "fwd":
-        polynomials = [HopperFwdConfig(exp_polynomial=1)] if spec.is_fp8 else []
-        return [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3), *polynomials]
+        found: list[KernelConfig] = [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3)]
+        if spec.is_fp8:
+            quiet = HopperFwdConfig(overlap=False, turns=True)
+            found += [HopperFwdConfig(exp_polynomial=1)]
+            found += [replace(quiet, turn_ends=end) for end in ("scores", "products")]
+        return found
     atomic = [HopperBwdConfig(dq="atomic")] if hopper.adds_dq(spec) else []
     return [HopperBwdConfig(dq="kernel"), *atomic]

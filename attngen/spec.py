@@ -501,6 +501,12 @@ class AttentionSpec:
         return self.sinks and self.is_exact
 
     @property
+    def subtracts_lse(self) -> bool:
+        """The backward subtracts lse from a score before it changes to base 2: where P is large
+        nothing is rounded then, but one instruction is added."""
+        return self.is_exact and self.adds_to_scores
+
+    @property
     def row_numbers(self) -> int:
         """How many numbers of each query row the backward's first kernel hands to the others."""
         return 3 if self.weighs_rows else 2

@@ -207,6 +207,7 @@ def test_hopper_lowering_compiles() -> None:
         {"window": (63, 31), "softcap": 30.0},
         {"head_dim": 192, "head_dim_v": 128, "causal": True},
         {"head_dim": 256, "causal": True, "window": (511, 0)},
+        {"layout": "thd", "causal": True, "sinks": True},
     ],
     ids=str,
 )

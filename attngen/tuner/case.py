@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from attngen import packed
-from attngen.calls import partials, side_memory, side_outputs, transposed
+from attngen.calls import order_of, partials, side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.decode import DecodeConfig
@@ -74,6 +74,10 @@ class Case:
     """Of decode, by shape."""
     offsets: tuple[Tensor, Tensor] | None = None
     """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
+    order: Tensor | None = None
+    """Scratch of the hopper lowering's forward for these."""
+    padded_rows: Tensor | None = None
+    """And of its backward, instead of `rows`."""
 
     @property
     def sequences(self) -> Sequences:
@@ -143,9 +147,13 @@ class Case:
         if isinstance(config, DecodeConfig):
             return self.q, *self._keys, self.out, self.lse, *self._partials(config)
         if config.direction == "fwd":
-            made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
+            made: tuple[Tensor | None, ...] = ()
+            if config.lowering == "hopper":
+                made = (self.v_t,) if self.spec.is_fp8 else made
+                made = (self.order,) if self.spec.is_packed else made
             return self.q, self.k, self.v, self.out, self.lse, *self.sides, *made, *documents
-        scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
+        rows = self.padded_rows if config.lowering == "hopper" and self.offsets else self.rows
+        scratch = (rows, self.dq_sum) if config.sums_dq else (rows,)
         made = (self.dq, self.dk, self.dv, *scratch, *documents)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
 
@@ -185,7 +193,7 @@ class Case:
         it adds to with 0."""
         written = [self.out, self.lse, self.v_t, *self.sides]
         if config.direction == "bwd":
-            written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
+            written = [self.dq, self.dk, self.dv, self.rows, self.padded_rows, self.dq_sum]
         sums = [self.dbias, self.slope_sums, *self.daux.values()]
         for tensors, value in ((written, float("nan")), (sums, 0.0)):
             for tensor in tensors:
@@ -266,6 +274,9 @@ def make(
             "rows": numbers(batch, heads, spec.row_numbers, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
+        if spec.is_packed:
+            padded = packed.padded_rows(rows, workload.batch)
+            named["padded_rows"] = numbers(1, heads, spec.row_numbers, padded)
     beside = beside_of(spec, workload, device, generator, shares_scores=shares_scores)
     if backward and learns_scores and spec.bias:
         named["dbias"] = numbers(*beside["bias"].shape)
@@ -299,6 +310,7 @@ def make(
         daux=daux,
         offsets=offsets,
         pages=(_pages(k), _pages(v)) if spec.paged else None,
+        order=order_of(workload.batch).make(q) if spec.is_packed else None,
         **named,
     )
 
