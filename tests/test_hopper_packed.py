@@ -129,27 +129,30 @@ def assert_forward(
         assert good, f"{name}: {why}"
 
 
+SLOW = pytest.mark.slow
 FORWARD = [
     pytest.param(64, {}, UNEVEN, {}, id="full"),
     pytest.param(64, {"causal": True}, UNEVEN, {}, id="causal"),
-    pytest.param(64, {"causal": "top_left"}, UNEVEN, {}, id="top-left"),
+    pytest.param(64, {"causal": "top_left"}, UNEVEN, {}, id="top-left", marks=SLOW),
     pytest.param(128, {"causal": True}, SAME, {"turns": True, "q_buffers": 2}, id="d128"),
-    pytest.param(128, {}, SAME, {"q_buffers": 2}, id="d128-full"),
-    pytest.param(96, {"causal": True}, UNEVEN, {"q_in_registers": True}, id="d96"),
-    pytest.param(192, {"causal": True}, UNEVEN, {}, id="d192"),
+    pytest.param(128, {}, SAME, {"q_buffers": 2}, id="d128-full", marks=SLOW),
+    pytest.param(96, {"causal": True}, UNEVEN, {"q_in_registers": True}, id="d96", marks=SLOW),
+    pytest.param(192, {"causal": True}, UNEVEN, {}, id="d192", marks=SLOW),
     pytest.param(256, {"causal": True}, UNEVEN, {}, id="d256"),
-    pytest.param((192, 128), {"causal": True}, UNEVEN, {"out_in_q": True}, id="d192-v128"),
+    pytest.param(
+        (192, 128), {"causal": True}, UNEVEN, {"out_in_q": True}, id="d192-v128", marks=SLOW
+    ),
     pytest.param(64, {"window": (20, 10)}, UNEVEN, {"block_n": 32}, id="window"),
     pytest.param(64, {"causal": True, "window": (40, 0)}, SAME, {}, id="causal-window"),
-    pytest.param(64, {"softcap": 2.0, "causal": True}, UNEVEN, {}, id="softcap"),
-    pytest.param(64, {"softcap": 2.0}, UNEVEN, {}, id="softcap-full"),
-    pytest.param(64, {"dtype": "float16"}, UNEVEN, {}, id="float16"),
+    pytest.param(64, {"softcap": 2.0, "causal": True}, UNEVEN, {}, id="softcap", marks=SLOW),
+    pytest.param(64, {"softcap": 2.0}, UNEVEN, {}, id="softcap-full", marks=SLOW),
+    pytest.param(64, {"dtype": "float16"}, UNEVEN, {}, id="float16", marks=SLOW),
     pytest.param(
         64, {"causal": True}, SAME, {"consumers": 3, "turns": True, "overlap": False}, id="three"
     ),
     pytest.param(64, {}, ([1] * 5, [1] * 5), {}, id="single-tokens"),
-    pytest.param(64, {"causal": True}, ([0, 7], [5, 0]), {}, id="no-queries"),
-    pytest.param(64, {"softmax_scale": 0.5}, ([300], [100]), {}, id="one"),
+    pytest.param(64, {"causal": True}, ([0, 7], [5, 0]), {}, id="no-queries", marks=SLOW),
+    pytest.param(64, {"softmax_scale": 0.5}, ([300], [100]), {}, id="one", marks=SLOW),
 ]
 
 
@@ -161,7 +164,7 @@ def test_forward(emitted: Any, dim: Any, options: Any, lengths: Any, knobs: Any)
     assert_forward(spec, *tensors, *forward(module, spec, *tensors))
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True])
 def test_rows_of_no_sequence(emitted: Any, causal: bool) -> None:
     """Rows before, between and behind what is used: out 0 and lse -inf."""
     spec = packed_spec(64, causal=causal)
@@ -197,6 +200,7 @@ def test_groups_of_heads(emitted: Any) -> None:
     assert_forward(spec, *tensors, *forward(module, spec, *tensors))
 
 
+@SLOW
 def test_float32_out(emitted: Any) -> None:
     spec = packed_spec(96, causal=True)
     tensors = (*inputs(spec, UNEVEN), *map(offsets, UNEVEN))
@@ -205,8 +209,8 @@ def test_float32_out(emitted: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=SLOW), True])
+@pytest.mark.parametrize("value", [float("nan"), pytest.param(float("inf"), marks=SLOW)])
 def test_sequences_are_apart(emitted: Any, causal: bool, value: float) -> None:
     """What one holds reaches no other; the one itself is NaN."""
     spec = packed_spec(64, causal=causal)
@@ -226,6 +230,7 @@ def test_sequences_are_apart(emitted: Any, causal: bool, value: float) -> None:
         assert not out[:, :, 40:106].isfinite().any() or tainted is not v
 
 
+@SLOW
 def test_large_logits(emitted: Any) -> None:
     spec = packed_spec(64, causal=True)
     q, k, v = inputs(spec, UNEVEN)
@@ -235,7 +240,12 @@ def test_large_logits(emitted: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "values", [[-5, 900, 3, 2**31 - 1], [300, 200, 100, 0], [-(2**31), 0, 0, 7]]
+    "values",
+    [
+        [-5, 900, 3, 2**31 - 1],
+        pytest.param([300, 200, 100, 0], marks=SLOW),
+        pytest.param([-(2**31), 0, 0, 7], marks=SLOW),
+    ],
 )
 def test_offsets_out_of_order_touch_no_other_memory(emitted: Any, values: list[int]) -> None:
     spec = packed_spec(64, window=(9, 9))
@@ -344,7 +354,9 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[] if n % 3 == 0 else SLOW) for n, f in enumerate(FAULTS)]
+)
 def test_fault_is_noticed(emitted: Any, fault: str) -> None:
     spec = packed_spec(64, causal=True)
     lengths = [70, 200, 9, 130], [90, 200, 9, 150]
