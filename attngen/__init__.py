@@ -27,6 +27,7 @@ _HOME = {
     "attention": "attngen.api",
     "sdpa": "attngen.api",
     "reload": "attngen.api",
+    "append_kv": "attngen.append",
     "make_block_map": "attngen.block_map",
     "merge": "attngen.merge",
     "dropout_keep": "attngen.dropout",
@@ -48,6 +49,7 @@ __all__ = [
     "TuningError",
     "UnsupportedSpecError",
     "Workload",
+    "append_kv",
     "attention",
     "compile",
     "dropout_keep",
@@ -62,6 +64,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from attngen.api import Attention, attention, compile, reload, sdpa
+    from attngen.append import append_kv
     from attngen.block_map import make_block_map
     from attngen.dropout import dropout_keep
     from attngen.errors import (

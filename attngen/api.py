@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import ops, packed, resolve
+from attngen import ops, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     BIAS_DTYPES,
@@ -30,7 +30,7 @@ from attngen.checks import (
     compute_dtype,
     fits,
     heads_first,
-    refuse_tensors,
+    refuse_names,
     scale_kind,
 )
 from attngen.dropout import seed_tensor
@@ -57,6 +57,8 @@ from attngen.workload import Direction, Workload, check_direction
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
 _NO_TEXTS = (None, None)
+_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",))
+"""Spec fields of no lengths, of seqused_k, and of block_table beside it."""
 
 
 def compile(spec: AttentionSpec, **options: Any) -> Attention:
@@ -93,11 +95,13 @@ class Attention:
         bare = replace(spec, aux=()) if spec.aux else spec  # a call says which side outputs
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
-        self._drop_key = replace(bare, dropout_p=0.5).text_key
+        # None where there is no dropout
+        self._drop_key = None if spec.has_lengths else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
         self._mask = None
         if spec.block_map:
             self._mask = mask_key(spec.causal, spec.window, spec.chunk, str(spec.mask_mod))
+        self._numbers = default_numbers(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
         self._masks = tuple(field for field in masks if getattr(spec, field))
@@ -138,6 +142,7 @@ class Attention:
         cu_seqlens_k: Tensor | None = None,
         seqused_q: Tensor | None = None,
         seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
         q_start: int = 0,
         q_step: int = 1,
         k_start: int = 0,
@@ -201,6 +206,11 @@ class Attention:
                 pass the end give wrong results there, but read no other memory.
             seqused_q, seqused_k: int32 (num_seqs): how many of a sequence's rows are used, from
                 the first on. The others get out 0, lse -inf and gradients 0, whatever they hold.
+                With key_lengths or paged, seqused_k (batch,) says it of each batch row's keys;
+                CUDA graphs may be replayed with other lengths.
+            block_table: of paged, int32 (batch, max_pages), for k and v of (pages, page_size,
+                num_heads_kv, dim) in either layout, page_size a multiple of 16; other orders in
+                memory by strides. Entries behind the last used key are not read.
             q_start, q_step, k_start, k_step: where this call's rows stand in the whole sequence
                 (shards): row i is row start + i * step.
             seqlen_q_total, seqlen_k_total: lengths of the whole sequences, which bottom-right
@@ -221,10 +231,27 @@ class Attention:
             UnsupportedSpecError: a tensor whose feature is not built.
         """
         spec = self.spec
+        if (
+            self._numbers is not None
+            and not torch.compiler.is_compiling()
+            and not tensors
+            and (return_lse is False or return_lse is True)
+            and return_aux is _NONE
+            and aux_tensors is None
+            and attn_mask is bias is alibi_slopes is sinks is None
+            and prefix_lens is doc_ids_q is doc_ids_k is tree_mask is None
+            and dropout_p is dropout_seed is q_descale is k_descale is v_descale is None
+            and cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is block_table is None
+            and q_start is k_start is batch_start is head_start is _ZERO
+            and q_step is k_step is _ONE
+            and seqlen_q_total is seqlen_k_total is None
+            and partial is False
+        ):  # the usual call, in few steps
+            made = ops.again(self._text_key, q, k, v, *self._numbers)
+            if made is not None:
+                return (made[0], made[1]) if return_lse else made[0]
         if tensors:
-            refused = refuse_tensors(tensors, self.__call__, q)
-            if refused is not None:
-                return _results(refused, refused, return_lse, return_aux)
+            refuse_names(tensors, self.__call__)
         if return_aux is _NONE and spec.aux:
             return_aux = spec.aux
         if return_lse is not False or return_aux is not _NONE:
@@ -232,13 +259,22 @@ class Attention:
         p, key = spec.dropout_p, self._text_key
         if dropout_p is not None:
             p = probability("dropout_p", dropout_p)
-            key = self._drop_key if _drops(p) else self._eval_key
+            key = (self._drop_key if _drops(p) else self._eval_key) or _without_dropout(spec, p)
         wanted = _NONE if return_aux is _NONE else tuple(return_aux)
         if wanted:
             key = _key_with_aux(key, wanted)
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-        sequences = None
-        if spec.layout == "bshd":
+        sequences: packed.Packed | None = None
+        lengths: tuple[Tensor, ...] = ()
+        if spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed):
+            paged.check_fields(spec, seqused_k, block_table)
+            lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
+            paged.refuse_beside(shard)
+            seqused_k = None
+        if spec.paged:
+            k, v = paged.heads_first(k, v)
+            q = q.transpose(1, 2) if spec.layout == "bshd" else q
+        elif spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         nested = None
@@ -251,7 +287,7 @@ class Attention:
             q, k, v = packed.heads_first(q, k, v)
         elif not (offsets[0] is offsets[1] is offsets[2] is offsets[3] is None):
             packed.refuse_offsets(spec.layout, *offsets)
-        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype)
+        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype, is_paged=spec.paged)
         descales = (q_descale, k_descale, v_descale)
         if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
             check_scale(spec, descales)
@@ -268,6 +304,8 @@ class Attention:
         ):
             totals = (seqlen_q_total, seqlen_k_total)
             count = None if sequences is None else sequences.num_seqs
+            if lengths:
+                totals = (q.shape[2], paged.capacity(k, block_table))
             tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
             masks = check_masks(q, k, *tensors_of_masks, totals, count)
             check_mask_fields(self._masks, masks)
@@ -298,6 +336,7 @@ class Attention:
             masks=masks,
             aux=aux,
             sequences=sequences,
+            lengths=lengths,
             shard=shard,
             starts=starts,
             block_map=tiles,
@@ -318,19 +357,32 @@ class Attention:
         return _results(out, lse, return_lse, wanted, sides)
 
     def explain(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        block_table: Tensor | None = None,
     ) -> Explanation:
         """Which record, config and lowering serve a call of these tensors, and why. Of packed
-        sequences, cu_seqlens_q says how many there are."""
+        sequences, cu_seqlens_q says how many there are, and of a paged cache block_table how long a
+        batch row may be."""
         count = None
-        if self.spec.layout == "bshd":
+        if self.spec.paged:
+            paged.check_fields(self.spec, block_table, block_table)
+            k, v = paged.heads_first(k, v)
+            q = q.transpose(1, 2) if self.spec.layout == "bshd" else q
+        elif self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         elif self.spec.is_packed:
             q, k, v = packed.heads_first(q, k, v)
             offsets = packed.offsets(self.spec.layout, cu_seqlens_q, cu_seqlens_q, None, None)
             count = offsets.num_seqs
-        check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
-        return explain_call(self.spec, q, k, v, count)
+        dims = (self.spec.head_dim, self.spec.head_dim_v)
+        check_tensors(q, k, v, *dims, is_paged=self.spec.paged)
+        keys = paged.capacity(k, block_table) if self.spec.paged else k.shape[2]
+        return explain_call(self.spec, q, k, v, count, keys)
 
     def source(self, direction: Direction = "fwd", workload: Workload | None = None) -> str:
         """The emitted text that serves a workload (default: batch 1, 16 heads, 4096 tokens)."""
@@ -381,6 +433,7 @@ def attention(
     cu_seqlens_k: Tensor | None = None,
     seqused_q: Tensor | None = None,
     seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     layout: str = "bhsd",
     precision: str = "ieee",
     deterministic: bool | None = None,
@@ -413,14 +466,22 @@ def attention(
         UnsupportedSpecError: a feature that is not built; lists every reason.
     """
     if tensors:
-        refused = refuse_tensors(tensors, attention, q)
-        if refused is not None:
-            return _results(refused, refused, return_lse, return_aux)
+        refuse_names(tensors, attention)
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
     shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
     sequences, nested = None, None
-    if are_jagged(q, k, v):
+    lengths: tuple[Tensor, ...] = ()
+    offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q)
+    if block_table is not None or (seqused_k is not None and _is_dense(q, layout, offsets)):
+        lengths = paged.lengths(seqused_k, block_table, *offsets)
+        paged.refuse_beside(shard)
+        if block_table is not None:
+            k, v = paged.heads_first(k, v)
+        if isinstance(layout, str) and layout == "bshd":
+            q, k, v = _rows_to_heads(q, k, v, is_paged=block_table is not None)
+        seqused_k = None
+    elif are_jagged(q, k, v):
         given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         nested = jagged(q, k, v, layout, *given)
         q, k, v = nested.tensors
@@ -433,10 +494,10 @@ def attention(
         layout = "thd"
         packed.refuse_beside(attn_mask, bias, shard)
         q, k, v = packed.heads_first(q, k, v)
-    elif isinstance(layout, str) and layout == "bshd":
+    elif isinstance(layout, str) and layout == "bshd" and not lengths:
         q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
-    check_call(q, k, v, None, None, name)
+    check_call(q, k, v, None, None, name, is_paged=block_table is not None)
     descales, fp8_scale = (q_descale, k_descale, v_descale), None
     if name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
         fp8_scale = scale_kind(name, descales)
@@ -448,6 +509,8 @@ def attention(
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
         count = None if sequences is None else sequences.num_seqs
+        if lengths:
+            totals = (q.shape[2], paged.capacity(k, block_table))
         tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
         masks = check_masks(q, k, *tensors_of_masks, totals, count)
     texts = aux = None
@@ -495,7 +558,11 @@ def attention(
         batch_invariant,
         fp8_scale,
         _NONE if scores is None else tuple(scores),
-        (*(_NONE if masks is None else fields_of(masks)), *mapped),
+        (
+            *(_NONE if masks is None else fields_of(masks)),
+            *_LENGTH_FIELDS[len(lengths)],
+            *mapped,
+        ),
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
     if texts is not None:
@@ -521,6 +588,7 @@ def attention(
         masks=masks,
         aux=aux,
         sequences=sequences,
+        lengths=lengths,
         shard=shard,
         starts=(batch_start, head_start),
         block_map=tiles,
@@ -538,6 +606,36 @@ def attention(
             x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
         ]
     return _results(out, lse, return_lse, wanted, sides)
+
+
+def default_numbers(spec: AttentionSpec) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
+    """The op's `scalars` and `ints` of a call with q, k and v alone, as it gets them; None where
+    calls take more, or a scale that is not positive changes q."""
+    scale = spec.head_dim**-0.5 if spec.softmax_scale is None else float(spec.softmax_scale)
+    if scale <= 0 or spec.tensor_args or spec.aux or spec.layout != "bhsd":
+        return None
+    left, right = spec.window or (None, None)
+    scalars = {"softmax_scale": scale, "softcap": spec.softcap}
+    ints = {"partial": 0, "window_left": left, "window_right": right, "chunk": spec.chunk}
+    ints |= dict.fromkeys(("q_start", "k_start", "batch_start", "head_start"), 0)
+    ints |= {"q_step": 1, "k_step": 1, "seqlen_q_total": -1, "seqlen_k_total": -1}
+    ints["bottom_right"] = int(spec.causal != "top_left")
+    return (
+        tuple(float(scalars[name] or 0) for name in spec.scalar_args),
+        tuple(int(ints[name] or 0) for name in spec.int_args),
+    )
+
+
+def _is_dense(q: Any, layout: Any, offsets: tuple[Any, ...]) -> bool:
+    """Has seqused_k batch rows to count the keys of, not packed sequences?"""
+    if not all(x is None for x in offsets) or layout == "thd":
+        return False
+    return isinstance(q, Tensor) and not q.is_nested and q.dim() != 3
+
+
+def _rows_to_heads(q: Any, k: Any, v: Any, *, is_paged: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Of layout "bshd", where pages have another."""
+    return (q.transpose(1, 2), k, v) if is_paged else heads_first(q, k, v)
 
 
 def sdpa(
@@ -732,6 +830,7 @@ def _run(
     masks: dict[str, Tensor] | None,
     aux: tuple[Tensor, ...] | None,
     sequences: packed.Packed | None,
+    lengths: tuple[Any, ...],
     shard: Shard,
     starts: tuple[int, int],
     block_map: Tensor | None,
@@ -797,6 +896,7 @@ def _run(
         extra.append(block_map)
     if sequences is not None:
         extra += sequences
+    extra += lengths
     if aux is not None:
         extra += aux
     extra += descales
@@ -856,6 +956,11 @@ def _results(
 def _in_order(aux: tuple[str, ...]) -> list[str]:
     """Side outputs in the order of the op's results."""
     return [name for name in AUX if name in aux]
+
+
+def _without_dropout(spec: AttentionSpec, p: float) -> str:
+    """Refuse a spec with this dropout, which it cannot have."""
+    return replace(spec, dropout_p=p).text_key
 
 
 def _drops(p: float) -> bool:

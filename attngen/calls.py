@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attngen import interpreter
+from attngen import interpreter, paged
 from attngen.block_map import check_lists
 from attngen.checks import check_descales, check_tensors
+from attngen.decode import DecodeConfig, forward_direction, partial_shape, row_tiles, split_count
 from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
 from attngen.identity import parsed
@@ -134,7 +136,8 @@ def forward(
         also = at if _are_same(inputs, (q, k, v)) else None
         extra = placed(spec, extra, q, k)
         results = [out, lse, *side_memory(spec.aux, q, k)]
-        call = _settled("fwd", text_key, inputs, tiles, extra, scalars, ints, results, also)
+        family = forward_direction(spec, seqlen_q)
+        call = _settled(family, text_key, inputs, tiles, extra, scalars, ints, results, also)
     elif call.places is not None:
         extra = placed(call.places, extra, q, k)
     made = _launch(call, inputs, extra)
@@ -142,6 +145,25 @@ def forward(
         return made[:2]
     first = None if call.sequences is None else packed_of(call.sequences, extra).cu_seqlens_q
     return [*made[:2], *side_outputs(call.aux, made[2:], first)]
+
+
+def again(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> list[Tensor] | None:
+    """[out, lse] of a layout that is known, and of a spec without further tensors; else None."""
+    inputs = (q, k, v)
+    try:
+        call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
+    except (RuntimeError, TypeError):  # no strides, or sizes without a value
+        return None
+    if call is None or _is_off(*inputs):
+        return None
+    return _launch(call, inputs, ())
 
 
 def backward(
@@ -390,18 +412,22 @@ def _settled(
             _remember(also, call._replace(places=spec), resets)
         return call
     named = dict(zip(spec.int_args, ints, strict=True))
-    q, k, *_ = tiles
+    q, k, v, *_ = tiles
     batch, heads, seqlen_q, dim = q.shape
+    dim_v = v.shape[3]
     left, right = named.get("window_left"), named.get("window_right")
     if left is not None and spec.is_causal:
         right = 0
     if "chunk" in named:
         left, right = in_chunk((left, right), named["chunk"], spec.is_causal)
-    sizes = Workload(batch, heads, k.shape[1], seqlen_q, k.shape[2])
+    seqlen_k = paged.key_capacity(spec, k, extra)
+    sizes = Workload(batch, heads, k.shape[1], seqlen_q, seqlen_k)
     if spec.is_packed:
         count = packed_of(spec, extra).num_seqs
         sizes = packed_workload(count, heads, k.shape[1], seqlen_q, k.shape[2])
     place = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
+    if spec.paged:
+        place = replace(place, page_size=k.shape[2])
     device = device_index_of(q)
     resolved = resolve(text_key, place, device)
     kernel = resolved.kernel
@@ -413,6 +439,8 @@ def _settled(
     memory = [*results]
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
+    if isinstance(kernel.config, DecodeConfig):
+        memory += partials(kernel.config, sizes, (left, right), dim_v, resolved.gpu.sm_count)
     if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
         memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
@@ -425,17 +453,37 @@ def _settled(
     if spec.documents:
         sizes_of = document_scratch(batch, seqlen_q, k.shape[2])
         memory.append(_float32(*sizes_of)._replace(dtype=torch.int64))
-    numbers = _numbers(spec, named, seqlen_q, k.shape[2])
+    numbers = _numbers(spec, named, seqlen_q, seqlen_k)
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args) + buffers
     run = kernel.prepared(numbers, keywords)
-    aux = spec.aux if direction == "fwd" else ()
-    call = _Call(run, device, memory, aux, sequences=spec if spec.is_packed else None)
+    aux = spec.aux if direction != "bwd" else ()
+    has_sequences = spec.is_packed or spec.has_lengths
+    call = _Call(run, device, memory, aux, sequences=spec if has_sequences else None)
     if not captured:
         _remember(at, call, resets)
         if also is not None and also != at:
             _remember(also, call._replace(places=spec), resets)
     return call
+
+
+def partials(
+    config: DecodeConfig,
+    sizes: Workload,
+    window: tuple[int | None, int | None],
+    dim_v: int,
+    sm_count: int,
+) -> list[Memory]:
+    """Scratch of a decode's splits; none if there is one."""
+    rows, group, seen = sizes.seqlen_q, sizes.group_size, sizes.seqlen_k
+    left, right = window
+    if left is not None and right is not None and not config.split_keys:
+        seen = min(seen, left + right + rows)
+    programs = sizes.batch * sizes.num_heads_kv * row_tiles(config, rows, group)
+    splits = split_count(config, programs, seen, sm_count)
+    if splits == 1:
+        return []
+    return [_float32(*partial_shape(splits, sizes.batch * sizes.num_heads_q * rows, dim_v))]
 
 
 def _is_captured(device: int | None) -> bool:
@@ -462,7 +510,7 @@ def _numbers(
         numbers["align"] = total_k - total_q if named["bottom_right"] else 0
         if spec.tree_mask:
             numbers["tree_end"] = total_k
-    if spec.is_packed and spec.aligns_rows:  # each sequence has its own
+    if (spec.is_packed or spec.has_lengths) and spec.aligns_rows:  # each sequence has its own
         numbers["align"] = int(bool(named["bottom_right"]))
     return numbers
 
@@ -472,7 +520,10 @@ def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> lis
     like: Tensor = inputs[0]  # type: ignore[assignment]  # q, never None
     if call.device is None and call.sequences is not None:
         key: Tensor = inputs[1]  # type: ignore[assignment]  # never None
-        check_values(packed_of(call.sequences, extra), like.shape[2], key.shape[2])
+        if call.sequences.has_lengths:
+            paged.check_values(call.sequences, key, extra)
+        else:
+            check_values(packed_of(call.sequences, extra), like.shape[2], key.shape[2])
     made = [each.make(like) for each in call.memory]
     tensors = (*inputs, *made, *extra)
     if call.device is None or call.device == torch._C._cuda_getDevice():
@@ -488,7 +539,7 @@ def _check(
 ) -> AttentionSpec:
     """Refuse what a kernel must never see; the spec of the rest."""
     spec = parsed(text_key)
-    check_tensors(q, k, v, spec.head_dim, spec.head_dim_v)
+    check_tensors(q, k, v, spec.head_dim, spec.head_dim_v, is_paged=spec.paged)
     wanted = getattr(torch, spec.dtype)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != wanted:
@@ -507,4 +558,8 @@ def _check(
         check_offsets(spec, q, extra)
     if spec.block_map:
         check_lists(extra[spec.tensor_args.index("block_map")], q, k)
+    if spec.has_lengths:
+        paged.check_lengths(spec, q, extra)
+    if spec.paged:
+        paged.check_page_size(k)
     return spec

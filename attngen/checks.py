@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from attngen.errors import DtypeError, SpecError, UnsupportedSpecError, nearest
+from attngen.errors import DtypeError, SpecError, nearest
 from attngen.spec import AUX, DESCALES, FIELDS, FP8_DTYPES, SCALE_ROWS, AttentionSpec
 from attngen.values import MAX_POSITION, flag, shown, whole
 
@@ -24,37 +24,17 @@ SCORE_FIELDS = {
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# Tensor arguments whose spec field exists but whose kernels are not built yet.
-_TENSOR_FIELD = {
-    "block_table": "paged",
-}
-
 
 _AUX = ("lse", *AUX)
 
 
-def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any], q: Tensor) -> Tensor | None:
-    """Refuse further arguments of `call`: unknown names, and features that are not built.
+def refuse_names(given: dict[str, Any], call: Callable[..., Any]) -> NoReturn:
+    """Refuse further arguments of `call`, which has none of these names.
 
-    Under torch.compile, which would replace an exception raised while it traces, gives a stand-in
-    for the result: the graph raises where it runs.
+    Raises:
+        SpecError: always; names the nearest options.
     """
-    for name in tensors:
-        if name not in _TENSOR_FIELD:
-            _refuse_name(name, call)
-    reasons = [
-        f"{name}= needs {_TENSOR_FIELD[name]}, which is not built yet"
-        for name, value in tensors.items()
-        if value is not None
-    ]
-    if reasons and torch.compiler.is_compiling():
-        return torch.ops.attngen.refuse(reasons, q)  # type: ignore[no-any-return]  # torch.ops is untyped
-    if reasons:
-        raise UnsupportedSpecError(reasons)
-    return None
-
-
-def _refuse_name(name: str, call: Callable[..., Any]) -> None:
+    name = next(iter(given))
     parameters = inspect.signature(call).parameters.values()
     options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if name in FIELDS and "causal" not in options:
@@ -63,8 +43,7 @@ def _refuse_name(name: str, call: Callable[..., Any]) -> None:
             f"attngen.compile(attngen.AttentionSpec(..., {name}=...))"
         )
     raise SpecError(
-        f"unknown argument {name!r}{nearest(name, [*options, *_TENSOR_FIELD])}; options: "
-        f"{', '.join(options)}; tensor arguments: {', '.join(_TENSOR_FIELD)}"
+        f"unknown argument {name!r}{nearest(name, options)}; options: {', '.join(options)}"
     )
 
 
@@ -418,19 +397,27 @@ _MAX_PASSED = 4096
 
 
 def check_call(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int | None, head_dim_v: int | None, dtype: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_dim: int | None,
+    head_dim_v: int | None,
+    dtype: str,
+    *,
+    is_paged: bool = False,
 ) -> None:
     """Kinds, shapes, devices and dtypes; what passed once is not looked at again."""
     at = None
     if not torch.compiler.is_compiling():
         try:
             shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-            at = (*shapes, *dtypes, q.device, k.device, v.device, head_dim, head_dim_v, dtype)
+            dims = (head_dim, head_dim_v, dtype, is_paged)
+            at = (*shapes, *dtypes, q.device, k.device, v.device, *dims)
             if at in _PASSED and not torch.is_autocast_enabled(q.device.type):
                 return
         except (AttributeError, RuntimeError, TypeError):
             at = None  # no plain tensors, or sizes without a value
-    check_tensors(q, k, v, head_dim, head_dim_v)
+    check_tensors(q, k, v, head_dim, head_dim_v, is_paged=is_paged)
     check_dtypes(q, k, v, dtype)
     if at is None or _autocasts(q):
         return
@@ -440,9 +427,16 @@ def check_call(
 
 
 def check_tensors(
-    q: Tensor, k: Tensor, v: Tensor, head_dim: int | None = None, head_dim_v: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    head_dim: int | None = None,
+    head_dim_v: int | None = None,
+    *,
+    is_paged: bool = False,
 ) -> None:
-    """Kinds, shapes and devices of q, k, v as (batch, heads, seqlen, dim)."""
+    """Kinds, shapes and devices of q, k, v as (batch, heads, seqlen, dim); of paged k and v as
+    (pages, heads, page size, dim)."""
     if torch._C._get_tracing_state() is not None:
         raise SpecError(
             "torch.jit.trace would hold this call's sizes for ever; use torch.export or "
@@ -464,7 +458,9 @@ def check_tensors(
             "q, k and v are on the meta device, which holds no data; make them on a real device, "
             "or trace the call with torch.compile or torch.export for shapes alone"
         )
-    if q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]:
+    if is_paged and k.shape[0] != v.shape[0]:
+        raise SpecError(f"k and v must have equally many pages, got {k.shape[0]} and {v.shape[0]}")
+    if not is_paged and (q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]):
         raise SpecError(
             f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
         )

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
-from attngen import hopper
+from attngen import decode, hopper
 from attngen.config_base import NamedFields
+from attngen.decode import DecodeConfig
 from attngen.errors import NoFeasibleConfigError, SpecError, UnsupportedSpecError, nearest
 from attngen.gpu import GpuInfo
 from attngen.head_dim import Part
@@ -80,10 +81,11 @@ _DQ_TILE = ("dq_block_m", "dq_block_n", "dq_num_warps", "dq_num_stages")
 
 
 PortableConfig = FwdConfig | BwdConfig
-KernelConfig = PortableConfig | HopperConfig
+KernelConfig = PortableConfig | HopperConfig | DecodeConfig
 CONFIG_CLASSES: dict[Direction, dict[str, type[KernelConfig]]] = {
     "fwd": {"triton": FwdConfig, "hopper": HopperFwdConfig},
     "bwd": {"triton": BwdConfig, "hopper": HopperBwdConfig},
+    "decode": {"triton": DecodeConfig},
 }
 
 
@@ -236,6 +238,10 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
     """
     if isinstance(config, HopperConfig):
         return hopper.infeasible(spec, config, gpu)
+    if isinstance(config, DecodeConfig):
+        return decode.infeasible(spec, config, gpu)
+    if spec.has_lengths:
+        return [f"keys of several lengths have no kernels of direction {config.direction}"]
     why = []
     for name, value in config.as_dict().items():
         if "block_" in name and (not MIN_BLOCK <= value <= MAX_BLOCK or value & (value - 1)):
@@ -291,7 +297,9 @@ def descriptors_pay(spec: AttentionSpec, gpu: GpuInfo) -> bool:
     return gpu.has_tma and whole and not spec.is_exact and not spec.is_packed
 
 
-def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> PortableConfig:
+def default_config(
+    spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo
+) -> PortableConfig | DecodeConfig:
     """The config used when nothing was measured: the first feasible one of a short list.
 
     Raises:
@@ -300,6 +308,8 @@ def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Portabl
     """
     if why := unserved(spec, gpu):
         raise UnsupportedSpecError(why)
+    if bucket.direction == "decode":
+        return _decode_default(spec, bucket, gpu)
     refused = []
     for config in _defaults(spec, bucket, gpu):
         why = infeasible(spec, config, gpu)
@@ -314,6 +324,16 @@ def default_config(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Portabl
         + "\n  ".join(refused)
         + "\nuse a smaller head_dim or a 16-bit dtype"
     )
+
+
+def _decode_default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> DecodeConfig:
+    config = decode.default(spec, bucket, gpu)
+    if config is None:
+        raise NoFeasibleConfigError(
+            f"no decode config fits {spec.text_key} on {gpu.name}; use a smaller head_dim or a "
+            "16-bit dtype"
+        )
+    return config
 
 
 def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[PortableConfig]:
@@ -376,6 +396,10 @@ def _defaults(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Iterator[Por
         )
 
 
-def with_tiles(config: PortableConfig, tiles: Tiles) -> PortableConfig:
+def with_tiles(
+    config: PortableConfig | DecodeConfig, tiles: Tiles
+) -> PortableConfig | DecodeConfig:
     """The same config with K and V tiles addressed another way."""
+    if isinstance(config, DecodeConfig):
+        return config
     return replace(config, tiles=tiles)

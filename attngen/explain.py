@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
 from attngen import lowering
 from attngen.config import KernelConfig
+from attngen.decode import family
 from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
 from attngen.kernel import file_name
@@ -92,7 +93,8 @@ class Explanation:
         """The emitted text of a direction."""
         check_direction(direction)
         for choice in self.choices:
-            if choice.bucket.direction == direction:
+            served = choice.bucket.direction
+            if direction in (served, "fwd" if served == "decode" else served):
                 return render(choice.spec, choice.config)
         raise SpecError(
             f"this explanation has no direction {direction!r}; ask explain_workload for it"
@@ -109,6 +111,7 @@ def explain_workload(
     *,
     gpu: GpuInfo | None = None,
     directions: tuple[Direction, ...] = DIRECTIONS,
+    page_size: int = 0,
 ) -> Explanation:
     """What would serve a workload on a GPU (default: the current device)."""
     from attngen.gpu import current
@@ -116,8 +119,12 @@ def explain_workload(
     where = gpu or current()
     choices = []
     for direction in directions:
-        at = spec_bucket(direction, spec, workload)
+        if direction == "bwd" and spec.has_lengths:  # has none
+            continue
         text = spec.served_as(direction).text
+        at = spec_bucket(family(direction, text, workload.seqlen_q), spec, workload)
+        if page_size:
+            at = replace(at, page_size=page_size)
         config, found, _ = find(text, at, where)
         notes = lowering.notes(text, config, at, where)
         if text.is_fp8 != spec.is_fp8:
@@ -127,16 +134,23 @@ def explain_workload(
 
 
 def explain_call(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, num_seqs: int | None = None
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_seqs: int | None = None,
+    num_keys: int | None = None,
 ) -> Explanation:
     """What serves a call of these tensors, each (batch, heads, seqlen, dim), or of so many packed
-    sequences."""
-    workload = Workload(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    sequences; of pages, (pages, heads, page size, dim), with room for so many keys."""
+    keys = k.shape[2] if num_keys is None else num_keys
+    workload = Workload(q.shape[0], q.shape[1], k.shape[1], q.shape[2], keys)
     if num_seqs is not None:
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         workload = packed_workload(num_seqs, *sizes)
     where = device_info(device_index_of(q))
-    made = explain_workload(spec, workload, gpu=where)
+    page_size = k.shape[2] if spec.paged else 0
+    made = explain_workload(spec, workload, gpu=where, page_size=page_size)
     choices = []
     for choice in made.choices:
         notes = list(choice.notes)

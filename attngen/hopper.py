@@ -149,6 +149,8 @@ def unserved_anywhere(spec: AttentionSpec, direction: Direction | None = None) -
         why.append(f"lowering=hopper needs a dtype of 16 or 8 bits, got dtype={spec.dtype}")
     if spec.has_dropout:
         why.append("lowering=hopper has no dropout")
+    if spec.has_lengths:
+        why.append(f"lowering=hopper has no {'paged' if spec.paged else 'key_lengths'}")
     asked = DIRECTIONS if direction is None else (direction,)
     if spec.is_packed and (missing := [each for each in asked if each not in PACKED]):
         which = " and ".join(missing)

@@ -43,6 +43,8 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("documents", spec.documents),
             ("tree", spec.tree_mask),
             ("packed", spec.is_packed),
+            ("paged", spec.paged),
+            ("lengths", spec.key_lengths),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),
@@ -75,6 +77,23 @@ def emit(spec: AttentionSpec, config: KernelConfig, folder: Path | None = None) 
         if folder is not None:
             raise
         return _write(_temporary_folder(error.strerror or str(error)) / name, text)
+
+
+def write(name: str, text: str) -> Path:
+    """Write a kernel file of this name, as `emit` does."""
+    try:
+        return _write(kernel_dir() / name, text)
+    except OSError as error:
+        return _write(_temporary_folder(error.strerror or str(error)) / name, text)
+
+
+def run(plan: list[Any], device_index: int | None) -> None:
+    """Run a plan on a CUDA device, or in the interpreter for None."""
+    if device_index is None:
+        _run_interpreted(plan)
+        return
+    with torch.cuda.device(device_index):
+        launch(plan)
 
 
 @functools.cache

@@ -66,6 +66,8 @@ def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
         UnsupportedSpecError: as `required`.
         NoFeasibleConfigError: nothing fits.
     """
+    if bucket.direction == "decode":
+        return default_config(spec, bucket, gpu)
     wanted = required(spec, gpu, bucket.direction)
     if wanted == "hopper":
         return hopper_space.default(spec, bucket, gpu)
@@ -87,7 +89,7 @@ def by_pointer(
     """What serves tensors that the config cannot address: the same with pointers, or for the
     hopper lowering the portable default with pointers."""
     if isinstance(config, hopper.HopperConfig):
-        config = default_config(spec, bucket, gpu)
+        return with_tiles(default_config(spec, bucket, gpu), "pointer")
     return with_tiles(config, "pointer")
 
 
@@ -104,7 +106,7 @@ def notes(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInf
         ]
     if lines:
         return lines
-    if gpu.arch != hopper.ARCH:
+    if gpu.arch != hopper.ARCH or bucket.direction == "decode":
         return []
     why = hopper.unserved(spec, gpu, bucket.direction)
     if not why:

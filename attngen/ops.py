@@ -28,6 +28,7 @@ from attngen.checks import check_gradient_dtypes, is_cast
 from attngen.errors import UnsupportedSpecError
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
+from attngen.paged import refuse_gradients
 
 _USE_MATH = "compute it with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
 _NO_FP8 = f"second derivatives of FP8 inputs are not built; dequantise them, or {_USE_MATH}"
@@ -111,8 +112,30 @@ def forward(
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
+        refuse_gradients(parsed(text_key))
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]  # torch types none of it
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
+
+
+def again(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scalars: tuple[float, ...],
+    ints: tuple[int, ...],
+) -> list[Tensor] | None:
+    """What `forward` gives where such a call, without gradients, was made before; None elsewhere.
+
+    Whatever could be wrong with a call was seen in the first of its layout.
+    """
+    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
+        return None
+    if not _is_plain(q, k, v) or torch._C._is_any_autocast_enabled() or _may_have_tangents():
+        return None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return None
+    return calls.again(text_key, q, k, v, scalars, ints)
 
 
 def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor | None]) -> bool:
@@ -338,6 +361,7 @@ def _autograd_forward(
     direct = _is_plain(q, k, v) and _have_plain_types(extra)
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
+        refuse_gradients(parsed(text_key))
         function = AttngenDirect if direct else AttngenAttention
         return list(_apply(function, text_key, scalars, ints, q, k, v, *extra))
     if direct:

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from attngen import config as configs
 from attngen.errors import SpecError, nearest
-from attngen.workload import DIRECTIONS, Bucket, Direction
+from attngen.workload import FAMILIES, Bucket, Direction
 
 Origin = Literal["measured", "predicted"]
 ORIGINS: tuple[Origin, ...] = ("measured", "predicted")
@@ -46,7 +46,7 @@ def trial_problem(row: dict[str, Any]) -> str | None:
     for name, (is_legal, allowed) in _TRIAL_RULES.items():
         if not is_legal(row[name]):
             return f"{name} must be {allowed}, got {_short(row[name])}"
-    return _config_problem("bwd" if row["bucket"].startswith("bwd") else "fwd", row["config"])
+    return _config_problem(Bucket.parse(row["bucket"]).direction, row["config"])
 
 
 def _is_text(value: Any) -> bool:
@@ -104,7 +104,7 @@ _RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         'major.minor, as "3.6"',
     ),
     "policy": _TEXT,
-    "direction": (lambda v: v in DIRECTIONS, '"fwd" or "bwd"'),
+    "direction": (lambda v: v in FAMILIES, '"fwd", "bwd" or "decode"'),
     "config": (lambda v: isinstance(v, dict), "an object of named config fields"),
     "median_us": _TIME,
     "spread_us": (_is_bound, "microseconds from 0 up, or null"),

@@ -11,6 +11,7 @@ import jinja2
 
 from attngen import hopper
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
+from attngen.decode import DecodeConfig
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.paths import data_dir
@@ -70,6 +71,11 @@ def render(spec: AttentionSpec, config: KernelConfig) -> str:
     )
 
 
+def environment() -> jinja2.Environment:
+    """What every template of this folder is rendered in."""
+    return _environment()
+
+
 def title(spec: AttentionSpec, config: KernelConfig) -> str:
     """One line that says what the kernel computes."""
     dims = f"head_dim {spec.head_dim}"
@@ -83,6 +89,7 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     masks = {"prefix": spec.prefix_lm, "documents": spec.documents, "tree": spec.tree_mask}
     traits += [name for name, is_on in masks.items() if is_on]
     traits += ["packed"] if spec.is_packed else []
+    traits += ["paged"] if spec.paged else ["lengths of keys"] if spec.key_lengths else []
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
@@ -91,7 +98,13 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["dropout"] if spec.has_dropout else []
     traits += ["side outputs"] if spec.aux else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
-    words = {"fwd": "forward", "bwd": "backward", "jvp": "with tangents", "map": "block map"}
+    words = {
+        "fwd": "forward",
+        "bwd": "backward",
+        "jvp": "with tangents",
+        "map": "block map",
+        "decode": "decode",
+    }
     what = words[direction_of(config)]
     return f"Attention {what}: {', '.join(traits)}."
 
@@ -108,8 +121,9 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     variants = structural_variants(direction)
     if spec.is_packed:  # has no descriptors
         variants = [config for config in variants if config.tiles == "pointer"]
-    if arch == hopper.ARCH and not hopper.unserved_anywhere(spec, direction):
-        variants += hopper_variants(spec, direction)
+    if arch == hopper.ARCH and direction != "decode":
+        served = not hopper.unserved_anywhere(spec, direction)
+        variants += hopper_variants(spec, direction) if served else []
     for config in variants:
         _, _, body = render(spec, config).split('"""', 2)
         kernels, _, _ = body.partition("\ndef reference(")
@@ -119,6 +133,8 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
 
 def structural_variants(direction: Direction) -> list[KernelConfig]:
     """One config for each text of the portable lowering that a spec can have in a direction."""
+    if direction == "decode":
+        return [DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=2)]
     if direction == "fwd":
         return [
             FwdConfig(tiles=tiles, block_m=64, block_n=64, num_warps=4, num_stages=2)

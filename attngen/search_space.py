@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
+from attngen import decode as families
 from attngen import hopper_space, lowering
 from attngen.config import (
     MIN_BLOCK,
@@ -25,6 +26,7 @@ from attngen.config import (
     footprints,
     infeasible,
 )
+from attngen.decode import DecodeConfig
 from attngen.gpu import GpuInfo
 from attngen.hopper import DQ_FIELDS, HopperBwdConfig, HopperConfig
 from attngen.spec import AttentionSpec
@@ -59,6 +61,8 @@ def axes(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Axes:
     if descriptors_pay(spec, gpu):
         tiles = ("pointer", "descriptor")
     rows, keys = bucket.seqlen_q, bucket.seqlen_k
+    if bucket.direction == "decode":
+        return families.axes(spec, bucket)
     if bucket.direction == "fwd":
         return {
             "tiles": tiles,
@@ -121,13 +125,22 @@ def _backward_candidates(
 def search_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
     """Every config that a search may try, most promising first: those of the hopper lowering where
     it serves, then the portable ones in the model's order."""
+    if bucket.direction == "decode":
+        return portable_order(spec, bucket, gpu)
     wanted = lowering.required(spec, gpu, bucket.direction)
     order: list[KernelConfig] = []
     if wanted != "triton":
         order += hopper_space.candidates(spec, bucket, gpu)
     if wanted != "hopper":
-        order += model_order(spec, bucket, gpu, candidates(spec, bucket, gpu))
+        order += portable_order(spec, bucket, gpu)
     return order
+
+
+def portable_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
+    """The portable ones of these."""
+    if bucket.direction == "decode":
+        return [*families.candidates(spec, bucket, gpu)]
+    return [*model_order(spec, bucket, gpu, candidates(spec, bucket, gpu))]
 
 
 def search_starts(
@@ -136,6 +149,8 @@ def search_starts(
     """What of an order is tried before a sampler is asked: the known starts of the hopper lowering
     and the first of the portable ones; fewer of these where the other lowering serves."""
     portable = (config for config in order if config.lowering != "hopper")
+    if bucket.direction == "decode":
+        return list(itertools.islice(portable, MODEL_SEEDS))
     known = set(hopper_space.starts(spec, bucket, gpu))
     starts = [config for config in order if config in known]
     count = MODEL_SEEDS_BESIDE_HOPPER if starts else MODEL_SEEDS
@@ -183,15 +198,22 @@ def encode(config: KernelConfig, space: Axes) -> dict[str, int] | None:
     return indices
 
 
-def decode(direction: Direction, indices: dict[str, int], space: Axes) -> PortableConfig:
+def decode(
+    direction: Direction, indices: dict[str, int], space: Axes
+) -> PortableConfig | DecodeConfig:
     """The inverse of `encode`."""
     named = {name: values[indices[name]] for name, values in space.items()}
+    if direction == "decode":
+        return DecodeConfig(**named)
     return FwdConfig(**named) if direction == "fwd" else BwdConfig(**named)
 
 
 def kernel_parts(config: KernelConfig) -> dict[str, tuple[Any, ...]]:
     """What each tuned kernel of a config depends on: equal parts compile to the same code."""
     named = config.as_dict()
+    if config.direction == "decode":
+        named.pop("programs_per_sm", None)
+        return {"attn_decode": tuple(named.items())}
     if config.direction == "fwd":
         return {"attn_fwd": tuple(named.items())}
     shared = tuple(named.pop(name) for name in ("lowering", "tiles") if name in named)

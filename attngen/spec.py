@@ -47,11 +47,6 @@ FUNCTIONS = ("score_mod", "mask_mod")
 PACKED_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 """Of packed sequences; a call may leave the last two out."""
 
-# Fields of the public spec whose kernels are not built yet, with what each would bring.
-_NOT_BUILT = {
-    "paged": "a paged KV cache",
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
@@ -73,6 +68,12 @@ class AttentionSpec:
             2**30. `causal` closes the right side.
         chunk: n makes attention local to chunks of n positions: query i sees key j only if
             i // n == j // n, in aligned positions (Llama 4). Causal masks and windows apply too.
+        paged: calls take block_table (batch, max_pages) and seqused_k (batch,): k and v are caches
+            of pages, (pages, page_size, num_heads_kv, dim) in any layout, and entry n of a batch
+            row names the page of its keys from n * page_size on. Without gradients.
+        key_lengths: calls take seqused_k (batch,): how many keys of each batch row are used, from
+            the first on; the others are not read, whatever they hold. Queries are aligned with the
+            last used key. Without gradients; packed sequences take seqused_k anyway.
         prefix_lm: calls take prefix_lens (batch,), and a query also sees the keys at positions
             below its batch row's: key j iff j <= max(i, prefix_lens[b] - 1). Needs `causal`. A
             window's left side and chunks apply to those keys, too.
@@ -146,6 +147,7 @@ class AttentionSpec:
     mask_mod: Any = None
     layout: str = "bhsd"
     paged: bool = False
+    key_lengths: bool = False
     prefix_lm: bool = False
     documents: bool = False
     tree_mask: bool = False
@@ -195,12 +197,10 @@ class AttentionSpec:
         if self.softcap is not None:
             put("softcap", cap_number(self.softcap, self.softmax_scale))
         put("aux", _side_outputs(self.aux))
+        if self.paged is True:  # which has lengths anyway
+            put("key_lengths", False if self.key_lengths is True else self.key_lengths)
         _validate(self)
-        reasons = [
-            f"{name} ({what}) is not built yet"
-            for name, what in _NOT_BUILT.items()
-            if getattr(self, name) is not None and getattr(self, name) is not False
-        ]
+        reasons: list[str] = []
         if self.is_fp8:
             named = {"attn_mask": self.attn_mask, "bias": self.bias, "alibi": self.alibi}
             named["sinks"] = self.sinks
@@ -224,6 +224,8 @@ class AttentionSpec:
             ]
         if self.is_packed:
             reasons += _unpacked(self)
+        if self.has_lengths:
+            reasons += undecoded(self)
         if reasons:
             raise UnsupportedSpecError(reasons)
 
@@ -274,6 +276,11 @@ class AttentionSpec:
     def moves_limits(self) -> bool:
         """Where a query's keys end does not follow from its position alone."""
         return self.prefix_lm or self.tree_mask
+
+    @property
+    def has_lengths(self) -> bool:
+        """Each batch row says on the device how many keys it uses."""
+        return self.paged or self.key_lengths
 
     @property
     def has_masks(self) -> bool:
@@ -469,7 +476,7 @@ class AttentionSpec:
     def served_as(self, direction: Direction) -> AttentionSpec:
         """The spec whose kernels serve a direction: a backward takes FP8 inputs dequantised, and
         has no side outputs."""
-        if direction == "fwd":
+        if direction in ("fwd", "decode"):
             return self
         return replace(self.dequantized, aux=()) if self.aux else self.dequantized
 
@@ -544,6 +551,8 @@ class AttentionSpec:
             **dict.fromkeys(PACKED_ARGS, self.is_packed),
         }
         names = tuple(name for name, is_given in given.items() if is_given)
+        names += ("seqused_k",) if self.has_lengths else ()
+        names += ("block_table",) if self.paged else ()
         return names + self.aux_args + (DESCALES if self.is_fp8 else ())
 
     @property
@@ -604,7 +613,7 @@ class AttentionSpec:
     def text_of(self, direction: Direction) -> AttentionSpec:
         """`text`, for one direction's kernels: a forward adds in one order anyway."""
         text = self.served_as(direction).text
-        return replace(text, deterministic=False) if direction == "fwd" else text
+        return replace(text, deterministic=False) if direction in ("fwd", "decode") else text
 
     @property
     def text_key(self) -> str:
@@ -770,6 +779,23 @@ def _unpacked(spec: AttentionSpec) -> list[str]:
     if spec.is_fp8:
         why.append('FP8 inputs with layout="thd" are not built yet; dequantise them')
     return why
+
+
+def undecoded(spec: AttentionSpec) -> list[str]:
+    """Why the decode family does not serve a spec; empty if it does."""
+    who = "decode" if not spec.has_lengths else "paged" if spec.paged else "key_lengths"
+    named = {
+        "dropout_p": spec.has_dropout,
+        "FP8 inputs": spec.is_fp8,
+        'layout="thd"': spec.is_packed,
+        "documents": spec.documents,
+        "score_mod": spec.score_mod is not None,
+        "mask_mod": spec.mask_mod is not None,
+        "aux": bool(spec.aux),
+        "attn_mask": spec.attn_mask and spec.paged,
+        "bias": spec.bias and spec.paged,
+    }
+    return [f"{name} with {who} is not built yet" for name, is_on in named.items() if is_on]
 
 
 def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:

@@ -28,6 +28,7 @@ from attngen.errors import NoFeasibleConfigError, SpecError, UnsupportedSpecErro
 from attngen.gpu import GpuInfo
 from attngen.kernel import Tensors, kernel
 from attngen.memory import addressable, aligned
+from attngen.paged import refuse_gradients
 from attngen.render import render
 from attngen.resolve import device_index_of, device_info, on_reset
 from attngen.score_terms import placed
@@ -219,6 +220,7 @@ def _check_tangents(spec: AttentionSpec, given: dict[str, tuple[Tensor, Tensor |
         raise UnsupportedSpecError(
             ["forward-mode derivatives of FP8 inputs are not built; dequantise them"]
         )
+    refuse_gradients(spec)
     if spec.has_masks or spec.has_functions or spec.is_packed:
         raise UnsupportedSpecError(
             [

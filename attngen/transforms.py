@@ -31,6 +31,10 @@ def _refuse_packed(text_key: str) -> None:
         raise SpecError(
             "vmap over packed sequences is not offered; pack the samples' sequences into one call"
         )
+    if parsed(text_key).has_lengths:
+        raise SpecError(
+            "vmap over keys of several lengths is not offered; fold the samples into the batch"
+        )
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
@@ -186,6 +190,8 @@ def _keys(text_key: str, k: Any, extra: Any) -> float:
     """Keys that a query may see: of packed sequences the mean length, as lengths are on the
     device."""
     spec = parsed(text_key)
+    if spec.paged:
+        return float(k[2] * extra[spec.tensor_args.index("block_table")][1])
     if not spec.is_packed:
         return float(k[2])
     count = extra[spec.tensor_args.index("cu_seqlens_k")][0] - 1

@@ -6,17 +6,19 @@ are written under one key and sought under another.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal
 
 from attngen.errors import SpecError, nearest
 from attngen.spec import AttentionSpec
 from attngen.values import shown, whole
 
-Direction = Literal["fwd", "bwd", "jvp", "map"]
+Direction = Literal["fwd", "bwd", "jvp", "map", "decode"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
-"""Those that are tuned: "jvp", the forward with tangents, runs by default configs, and "map", the
+"""Those that a call has: "jvp", the forward with tangents, runs by default configs, and "map", the
 kernel of block maps, by one."""
+FAMILIES: tuple[Direction, ...] = (*DIRECTIONS, "decode")
+"""Kernels that are tuned: "decode" serves forwards of few query rows (`attngen.decode`)."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +79,8 @@ def packed_workload(
     return Workload(count, num_heads_q, num_heads_kv, -(-total_q // count), -(-total_k // count))
 
 
+TUNED_PAGE = 16
+"""Keys of a page, of a workload that names none."""
 MAX_SIZE = 2**31
 """Of a length, or of batch times heads, rounded up to a power of two."""
 
@@ -134,12 +138,12 @@ class Bucket:
 
 
 def check_direction(direction: str) -> Direction:
-    """The direction; refuses what is neither "fwd" nor "bwd"."""
-    for known in DIRECTIONS:
+    """The direction; refuses what is none of `FAMILIES`."""
+    for known in FAMILIES:
         if isinstance(direction, str) and direction == known:
             return known
-    hint = nearest(direction, DIRECTIONS) if isinstance(direction, str) else ""
-    raise SpecError(f"direction must be 'fwd' or 'bwd', got {shown(direction)}{hint}")
+    hint = nearest(direction, FAMILIES) if isinstance(direction, str) else ""
+    raise SpecError(f"direction must be 'fwd', 'bwd' or 'decode', got {shown(direction)}{hint}")
 
 
 def ceil_pow2(n: int) -> int:
@@ -181,7 +185,8 @@ def bucket(
 
 def spec_bucket(direction: Direction, spec: AttentionSpec, workload: Workload) -> Bucket:
     """The bucket of a workload under a spec's own window."""
-    return bucket(direction, workload, spec_window(spec), batch_invariant=spec.batch_invariant)
+    found = bucket(direction, workload, spec_window(spec), batch_invariant=spec.batch_invariant)
+    return replace(found, page_size=TUNED_PAGE) if spec.paged else found
 
 
 def spec_window(spec: AttentionSpec) -> tuple[int | None, int | None]:

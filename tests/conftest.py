@@ -17,6 +17,7 @@ from attngen.store import Store
 ROTATING = {
     "test_block_map.py",
     "test_col_sums.py",
+    "test_decode.py",
     "test_jvp.py",
     "test_packed.py",
     "test_packed_terms.py",

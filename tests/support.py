@@ -230,3 +230,13 @@ def python(code: str, *arguments: str, **environment: str) -> subprocess.Complet
         env={**os.environ, **environment},
         timeout=300,
     )
+
+
+def run_file(path: Path) -> subprocess.CompletedProcess[str]:
+    """Run an emitted file in the interpreter."""
+    return subprocess.run(
+        [sys.executable, str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )

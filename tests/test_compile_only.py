@@ -94,6 +94,36 @@ def test_base_compiles_for_hopper() -> None:
     _assert_compiled(lines, compile_all(90, lines))
 
 
+DECODE_SPECS = {
+    "base": {"head_dim": 128},
+    "causal-window": {"causal": True, "window": (511, 0)},
+    "mask-bias": {"attn_mask": True, "bias": True},
+    "paged": {"paged": True, "causal": True, "alibi": True, "sinks": True, "softcap": 30.0},
+    "paged-tree": {"paged": True, "tree_mask": True, "causal": True, "prefix_lm": True},
+    "lengths": {"key_lengths": True, "head_dim": 96, "head_dim_v": 40, "window": (63, 31)},
+    "float32": {"dtype": "float32", "chunk": 512},
+}
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("base", "paged"), pytest.param(tuple(DECODE_SPECS), marks=pytest.mark.slow, id="all")],
+)
+def test_decode_compiles_for_hopper(names: tuple[str, ...]) -> None:
+    lines = [
+        {
+            "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,  # type: ignore[arg-type]  # fields
+            "direction": "decode",
+            "config": structural_variants("decode")[0].as_dict(),
+            "workload": "2,8,2,3,4096",
+        }
+        for name in names
+    ]
+    found = compile_all(90, lines)
+    _assert_compiled(lines, found)
+    assert all(len(facts["kernels"]) == 2 for facts in found)
+
+
 def test_fp8_compiles_for_hopper() -> None:
     fields = {"dtype": "float8_e4m3fn", "fp8_scale": "head", "dropout_p": 0.1}
     lines = [line for line in _lines(fields, ("descriptor",)) if line["direction"] == "fwd"]

@@ -16,6 +16,7 @@ from test_spec import BASE, CHANGES
 
 from attngen import hopper
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
+from attngen.decode import DecodeConfig
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig, unserved_anywhere
 from attngen.kernel import file_name
 from attngen.render import (
@@ -31,6 +32,7 @@ GOLDEN = Path(__file__).parent / "golden"
 
 FWD = FwdConfig(block_m=128, block_n=64, num_warps=4, num_stages=2)
 FWD_TMA = FwdConfig(tiles="descriptor", block_m=128, block_n=128, num_warps=8, num_stages=3)
+DECODE = DecodeConfig(block_m=16, block_n=128, num_warps=4, num_stages=3)
 BWD = BwdConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
 BWD_ATOMIC = BwdConfig(dq="atomic", block_m=64, block_n=128, num_warps=8, num_stages=2)
 
@@ -60,6 +62,8 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_score_mod": ({"score_mod": RELATIVE}, FWD),
     "fwd_mask_mod": ({"mask_mod": DOCUMENTS}, FWD),
     "fwd_packed": ({"layout": "thd", "causal": True}, FWD),
+    "decode_base": ({}, DECODE),
+    "decode_paged": ({"paged": True, "causal": True}, DECODE),
     "bwd_packed": ({"layout": "thd", "causal": True}, BWD),
     "bwd_base": ({}, BWD),
     "bwd_bias": ({"bias": True}, BWD),
@@ -175,6 +179,22 @@ PACKED_MATRIX = [
 ]  # fmt: skip
 
 
+DECODE_MATRIX = [
+    AttentionSpec(**{"head_dim": 64, **keys, **mask, **rest})
+    for keys, mask, rest in itertools.product(
+        ({}, {"key_lengths": True}, {"paged": True}),
+        ({}, {"causal": True}, {"window": (7, None)}, {"window": (7, 7)}, {"chunk": 7},
+         {"tree_mask": True}, {"tree_mask": True, "prefix_lm": True, "causal": True}),
+        ({}, {"alibi": True, "sinks": True}, {"softcap": 9.0, "head_dim_v": 96},
+         {"dtype": "float32", "head_dim": 40}),
+    )
+] + [
+    AttentionSpec(head_dim=64, **keys, **mask, attn_mask=True, bias=True, softcap=9.0)
+    for keys, mask in itertools.product(
+        ({}, {"key_lengths": True}), ({}, {"causal": True}, {"window": (7, None)}))
+]  # fmt: skip
+
+
 def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in MATRIX:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
@@ -190,6 +210,8 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
             if config.tiles == "pointer":  # all that packed sequences have
                 yield spec, config
+    for spec in DECODE_MATRIX[::step]:
+        yield spec, structural_variants("decode")[0]
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config

@@ -132,7 +132,7 @@ def test_bad_json_is_a_spec_error(text: str) -> None:
 def test_unsupported_spec_lists_every_reason() -> None:
     with pytest.raises(UnsupportedSpecError) as raised:
         AttentionSpec(head_dim=64, paged=True, alibi=True, layout="thd", bias=True)
-    assert len(raised.value.reasons) == 2
+    assert len(raised.value.reasons) == 3
     for piece in ("paged", 'layout="thd"'):
         assert piece in str(raised.value)
 
@@ -194,12 +194,12 @@ def test_text_key_changes_only_with_what_the_text_may_see(
 
 def test_every_built_field_is_among_the_changes() -> None:
     """A new field must say whether the text sees it."""
-    unbuilt = {"paged"}
     with_dtype = {"fp8_scale"}  # cannot change alone: test_fp8_attention
     with_causal = {"prefix_lm"}  # nor this: test_structured_masks
     with_mask = {"block_map"}  # nor this: test_block_map
-    alone = set(FIELDS) - unbuilt - with_dtype - with_causal - with_mask
-    assert {field for field, *_ in CHANGES} == alone
+    without_dropout = {"paged", "key_lengths"}  # which BASE has: test_decode
+    apart = without_dropout | with_dtype | with_causal | with_mask
+    assert {field for field, *_ in CHANGES} == set(FIELDS) - apart
 
 
 def test_causal_alignment_is_a_run_time_number() -> None:

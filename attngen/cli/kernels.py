@@ -76,10 +76,13 @@ def _looked_up(
     spec: AttentionSpec, direction: Direction, workload: Workload | None, gpu: GpuInfo
 ) -> KernelConfig:
     """The config that a call of these sizes runs on a GPU."""
+    from attngen.decode import family
     from attngen.resolve import find
     from attngen.workload import spec_bucket
 
-    config, _, _ = find(spec.text, spec_bucket(direction, spec, workload or USUAL_WORKLOAD), gpu)
+    sizes = workload or USUAL_WORKLOAD
+    served = family(direction, spec.text, sizes.seqlen_q)
+    config, _, _ = find(spec.text, spec_bucket(served, spec, sizes), gpu)
     return config
 
 

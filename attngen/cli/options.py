@@ -18,7 +18,7 @@ from attngen.config import KernelConfig
 from attngen.errors import AttngenError, SpecError, TuningError
 from attngen.gpu import INTERPRETER, GpuInfo, by_name
 from attngen.spec import AttentionSpec
-from attngen.workload import DIRECTIONS, Direction, Workload
+from attngen.workload import DIRECTIONS, FAMILIES, Direction, Workload
 
 Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -143,7 +143,7 @@ def direction_option(default: str, *, both: bool = True) -> Decorator:
     """`--direction fwd|bwd|both`."""
     return click.option(
         "--direction",
-        type=click.Choice([*DIRECTIONS, *(["both"] if both else [])]),
+        type=click.Choice([*(DIRECTIONS if both else FAMILIES), *(["both"] if both else [])]),
         default=default,
         show_default=True,
     )

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from attngen import packed
 from attngen.block_map import map_of, num_entries
-from attngen.calls import order_of, side_memory, side_outputs, transposed
+from attngen.calls import order_of, partials, side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
+from attngen.decode import DecodeConfig
 from attngen.fp8 import quantize, spread
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
@@ -25,11 +26,13 @@ from attngen.reference import alignment, scale_of
 from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
 from attngen.spec import DESCALES, PACKED_ARGS, AttentionSpec
-from attngen.workload import Workload
+from attngen.workload import TUNED_PAGE, Workload, spec_window
 
 SEED = 0x5EED_0F_A77E
 _STORED_ROWS = 16
 _STORED_COLUMNS = 8
+TARGET_SMS = 132
+"""Multiprocessors of a GPU that is not here."""
 _SCRATCH_ROWS = 128  # what plan() of a backward asks for
 
 
@@ -66,6 +69,10 @@ class Case:
     """What the forward writes for the spec's side outputs."""
     daux: dict[str, Tensor] = field(default_factory=dict)
     """Sums of the gradients of aux tensors, by the names of these."""
+    pages: tuple[Tensor, Tensor] | None = None
+    """k and v of a paged cache."""
+    scratch: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+    """Of decode, by shape."""
     offsets: tuple[Tensor, Tensor] | None = None
     """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
     order: Tensor | None = None
@@ -112,6 +119,16 @@ class Case:
             named |= zip(PACKED_ARGS, self.offsets, strict=False)
             if spec.aligns_rows:
                 named["align"] = int(spec.causal != "top_left")
+        if spec.has_lengths:
+            device, batch = self.q.device, sizes.batch
+            used = torch.full((batch,), sizes.seqlen_k, dtype=torch.int32, device=device)
+            named["seqused_k"] = used
+            if spec.aligns_rows:
+                named["align"] = int(spec.causal != "top_left")
+        if spec.paged:
+            pages = -(-sizes.seqlen_k // TUNED_PAGE)
+            table = torch.arange(batch * pages, dtype=torch.int32, device=device)
+            named["block_table"] = table.view(batch, pages)
         if spec.is_fp8:
             named |= zip(DESCALES, self.descales, strict=True)
         heads = (sizes.batch, sizes.num_heads_q)
@@ -132,6 +149,8 @@ class Case:
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
         documents = (self.doc_tiles,) if self.spec.documents else ()
+        if isinstance(config, DecodeConfig):
+            return self.q, *self._keys, self.out, self.lse, *self._partials(config)
         if config.direction == "fwd":
             made: tuple[Tensor | None, ...] = ()
             if config.lowering == "hopper":
@@ -143,9 +162,26 @@ class Case:
         made = (self.dq, self.dk, self.dv, *scratch, *documents)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
 
+    @property
+    def _keys(self) -> tuple[Tensor, Tensor]:
+        """k and v as kernels take them."""
+        return self.pages or (self.k, self.v)
+
+    def _partials(self, config: DecodeConfig) -> list[Tensor]:
+        """Scratch of a decode's splits, the same for each call."""
+        count = TARGET_SMS
+        if self.q.is_cuda:
+            count = torch.cuda.get_device_properties(self.q.device).multi_processor_count
+        window = spec_window(self.spec)
+        for each in partials(config, self.workload, window, self.v.shape[3], count):
+            if each.shape not in self.scratch:
+                self.scratch[each.shape] = each.make(self.q)
+            return [self.scratch[each.shape]]
+        return []
+
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
-        if config.direction == "fwd":
+        if config.direction != "bwd":
             at = None if self.offsets is None else self.offsets[0]
             sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides, at), strict=True)
             return {"out": self.out, "lse": self.lse, **dict(sides)}
@@ -169,6 +205,16 @@ class Case:
             for tensor in tensors:
                 if tensor is not None:
                     tensor.fill_(value)
+
+
+def _pages(x: Tensor) -> Tensor:
+    """Keys of (batch, heads, keys, dim) as (pages, heads, page size, dim), row by row."""
+    batch, heads, keys, dim = x.shape
+    count = -(-keys // TUNED_PAGE)
+    found = x.new_zeros((batch, heads, count * TUNED_PAGE, _up(dim, 16)))[..., :dim]
+    found[:, :, :keys] = x
+    pages: Tensor = found.unflatten(2, (count, TUNED_PAGE)).transpose(1, 2).flatten(0, 1)
+    return pages
 
 
 def tunable(spec: AttentionSpec) -> AttentionSpec:
@@ -224,7 +270,7 @@ def make(
     def numbers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=device)
 
-    named: dict[str, Tensor] = {}
+    named: dict[str, Any] = {}
     if backward:
         named = {
             "do": filled(heads, rows, dim_v),
@@ -274,6 +320,7 @@ def make(
         sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
         daux=daux,
         offsets=offsets,
+        pages=(_pages(k), _pages(v)) if spec.paged else None,
         order=order_of(workload.batch).make(q) if spec.is_packed else None,
         tiles=lists,
         **named,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attngen import packed_reference, reference
 from attngen.config import KernelConfig
+from attngen.decode import MAX_ROWS
 from attngen.kernel import kernel
 from attngen.reference import Verdict
 from attngen.spec import AttentionSpec
@@ -78,6 +79,9 @@ class SmallGate:
         self._backward = direction == "bwd"
         spec = small_spec(spec)
         workloads = small_workloads(group_size, self._interpret, spec.is_packed)
+        if direction == "decode":
+            rows = (3, MAX_ROWS)
+            workloads = [replace(x, seqlen_q=n) for x, n in zip(workloads, rows, strict=False)]
         if self._interpret and self._backward and spec.bias:  # a gradient that is added to
             workloads.append(replace(workloads[0], batch=2, seqlen_q=33, seqlen_k=40))
         self.cases = [

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attngen import gpu as gpus
+from attngen.decode import family
 from attngen.errors import SpecError, TuningError
 from attngen.gpu import GpuInfo
 from attngen.identity import record_key
@@ -21,7 +22,14 @@ from attngen.tuner.predict import Prediction
 from attngen.tuner.report import TuneReport
 from attngen.tuner.session import Job, Progress, Session
 from attngen.tuner.timing_client import TimingClient
-from attngen.workload import DIRECTIONS, Direction, Workload, spec_bucket
+from attngen.workload import (
+    DIRECTIONS,
+    FAMILIES,
+    Direction,
+    Workload,
+    check_direction,
+    spec_bucket,
+)
 
 
 def tune(
@@ -48,7 +56,8 @@ def tune(
     Args:
         spec: what is computed.
         workload: how large; its bucket is what the result will serve.
-        direction: "fwd", "bwd" or "both".
+        direction: "fwd", "bwd" or "both". A forward of few query rows is tuned as what serves it,
+            "decode".
         gpu: None for this machine's first visible GPU; a name ("nvidia_h200", "sm_90") or GpuInfo
             for another. For a GPU that is not here everything but the timing is done, and the
             record says "predicted".
@@ -115,6 +124,9 @@ def tune(
         run: Session | Prediction
         for each in directions:
             served = spec.served_as(each)
+            if each == "bwd" and spec.has_lengths:  # has none
+                continue
+            each = family(each, served, workload.seqlen_q)
             bucket = spec_bucket(each, served, workload)
             key = record_key(served, bucket, where)
             job = Job(
@@ -181,9 +193,9 @@ def _sigterm_interrupts() -> Iterator[None]:
 def _directions(direction: str) -> tuple[Direction, ...]:
     if direction == "both":
         return DIRECTIONS
-    if direction not in DIRECTIONS:
+    if direction not in FAMILIES:
         raise SpecError(f'direction must be "fwd", "bwd" or "both", got {direction!r}')
-    return (direction,)
+    return (check_direction(direction),)
 
 
 def _token(workload: Workload) -> Workload:

@@ -1,0 +1,104 @@
+"""Decode on the GPU: dense and paged keys, graphs replayed with other lengths, bits in batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import oracle
+from torch import Tensor
+
+import attngen
+
+pytestmark = pytest.mark.gpu
+
+
+def _inputs(batch: int, heads: int, heads_kv: int, rows: int, keys: int, dim: int) -> list[Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    shapes = ((batch, heads, rows, dim), (batch, heads_kv, keys, dim), (batch, heads_kv, keys, dim))
+    made = (torch.randn(shape, device="cuda", generator=generator) for shape in shapes)
+    return [x.bfloat16() for x in made]
+
+
+def _compare(out: Tensor, lse: Tensor, *tensors: Tensor, **named: Any) -> None:
+    want, yard = oracle.attention(*tensors, **named), oracle.unfused(*tensors, **named)
+    for got, right, about, dtype in (
+        (out, want.out, yard.out, out.dtype),
+        (lse, want.lse, yard.lse, torch.float32),
+    ):
+        ok, why = oracle.judge(got, right, dtype, yard=about)
+        assert ok, why
+
+
+def _paged(x: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Every key in shuffled pages, and the table."""
+    batch, heads, keys, dim = x.shape
+    count = keys // page
+    order = torch.randperm(batch * count, generator=torch.Generator().manual_seed(1)).cuda()
+    pages = x.new_empty(batch * count, page, heads, dim)
+    pages[order] = x.transpose(1, 2).reshape(batch * count, page, heads, dim)
+    return pages, order.int().view(batch, count)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(("heads", "heads_kv", "rows"), [(8, 8, 1), (32, 4, 1), (6, 2, 16)])
+def test_dense(dim: int, heads: int, heads_kv: int, rows: int) -> None:
+    tensors = _inputs(2, heads, heads_kv, rows, 777, dim)
+    out, lse = attngen.attention(*tensors, causal=True, return_lse=True)
+    _compare(out, lse, *tensors, causal=True)
+
+
+@pytest.mark.parametrize("page", [16, 64, 256])
+@pytest.mark.parametrize("rows", [1, 130])
+def test_paged(page: int, rows: int) -> None:
+    q, k, v = _inputs(3, 8, 2, rows, 1024, 128)
+    (keys, table), (values, _) = _paged(k, page), _paged(v, page)
+    used = torch.tensor([1024, 300, 131], device="cuda", dtype=torch.int32)
+    call = {"block_table": table, "seqused_k": used, "causal": True, "return_lse": True}
+    out, lse = attngen.attention(q, keys, values, **call)
+    for b, n in enumerate(used.tolist()):
+        at = slice(b, b + 1)
+        _compare(out[at], lse[at], q[at], k[at, :, :n], v[at, :, :n], causal=True)
+
+
+def test_a_graph_follows_lengths() -> None:
+    q, k, v = _inputs(4, 32, 8, 1, 2048, 128)
+    used = torch.full((4,), 2048, device="cuda", dtype=torch.int32)
+    attngen.attention(q, k, v, seqused_k=used)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = attngen.attention(q, k, v, seqused_k=used, return_lse=True)
+    for lengths in ((2048, 1, 100, 0), (17, 2048, 1, 640)):
+        used.copy_(torch.tensor(lengths))
+        graph.replay()
+        for b, n in enumerate(lengths):
+            at = slice(b, b + 1)
+            _compare(out[at], lse[at], q[at], k[at, :, :n], v[at, :, :n])
+
+
+def test_bits_depend_on_the_row_alone() -> None:
+    spec = attngen.AttentionSpec(head_dim=128, paged=True, batch_invariant=True)
+    attend = attngen.compile(spec)
+    q, k, v = _inputs(64, 8, 2, 1, 2048, 128)
+    (keys, table), (values, _) = _paged(k, 64), _paged(v, 64)
+    used = torch.randint(1, 2048, (64,), device="cuda", dtype=torch.int32)
+    out = attend(q, keys, values, block_table=table, seqused_k=used)
+    for count in (1, 7, 33):
+        at = torch.randperm(64, device="cuda")[:count]
+        most = int(-(-used[at].max() // 64))
+        rows = {"block_table": table[at, :most], "seqused_k": used[at]}
+        assert torch.equal(attend(q[at], keys, values, **rows), out[at])
+
+
+def test_append_then_attend() -> None:
+    q, k, v = _inputs(2, 8, 2, 65, 65, 128)
+    keys, values = torch.full((2, 10, 16, 2, 128), float("nan"), device="cuda").bfloat16()
+    table = torch.randperm(10, device="cuda").int().view(2, 5)
+    at = torch.zeros(2, device="cuda", dtype=torch.int32)
+    attngen.append_kv(k[:, :, :64], v[:, :, :64], keys, values, positions=at, block_table=table)
+    last = at + 64
+    attngen.append_kv(k[:, :, 64:], v[:, :, 64:], keys, values, positions=last, block_table=table)
+    call = {"block_table": table, "seqused_k": last + 1, "return_lse": True}
+    out, lse = attngen.attention(q[:, :, -1:], keys, values, **call)
+    _compare(out, lse, q[:, :, -1:], k, v)
