@@ -225,7 +225,7 @@ def test_bench_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) ->
     result = CliRunner().invoke(main, [*line, "--json"])
     assert result.exit_code == 0, result.output
     said = json.loads(result.stdout)
-    assert (said["gpu"], said["workload"], said["direction"]) == ("NVIDIA H200", "1,2,1,9,9", "fwd")
+    assert (said["gpu"], said["workload"], said["direction"]) == ("NVIDIA H200", str(SIZES), "fwd")
     assert said["results"]["sdpa math"]["their_time_over_ours"] == 1.5
     assert {"driver", "torch", "triton", "cuda", "command"} <= said.keys()
     table = CliRunner().invoke(main, line).stdout
