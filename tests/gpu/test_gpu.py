@@ -43,7 +43,7 @@ def results(q: Tensor, k: Tensor, v: Tensor, do: Tensor, **options: Any) -> list
 
 
 @pytest.mark.parametrize("dtype", ["own", "float32"])
-@pytest.mark.parametrize(("case", "over"), _params(built=True))
+@pytest.mark.parametrize(("case", "over"), _params())
 def test_case_equals_oracle(case: dict[str, Any], over: dict[str, Any], dtype: str) -> None:
     over = over if dtype == "own" else {**over, "dtype": dtype}
     verdict, why = run.judge(case, over, attngen.attention, attngen.dropout_keep, "cuda")
@@ -56,7 +56,7 @@ COMPILED_IDS = ("ALN-3", "TAI-2", "STR-10", "DVD-3", "GQA-1", "DRP-3", "WIN-2", 
 
 @pytest.mark.parametrize(
     ("case", "over"),
-    [p for p in _params(built=True) if p.values[0]["id"] in COMPILED_IDS],
+    [p for p in _params() if p.values[0]["id"] in COMPILED_IDS],
 )
 def test_compiled_case_equals_oracle(case: dict[str, Any], over: dict[str, Any]) -> None:
     torch._dynamo.reset()
