@@ -313,6 +313,13 @@ def test_what_is_refused() -> None:
     for error, message, call in cases:
         with pytest.raises(error, match=message):
             attngen.attention(q, keys, values, **call)
+    for name, x in (
+        ("attn_mask", torch.ones(1, 1, 1, 64, dtype=torch.bool)),
+        ("bias", torch.zeros(1, 1, 1, 64)),
+        ("doc_ids_k", used),
+    ):
+        with pytest.raises(attngen.UnsupportedSpecError, match=f"{name} with paged"):
+            attngen.attention(q, keys, values, block_table=table, seqused_k=used, **{name: x})
     with pytest.raises(attngen.SpecError, match="multiple of 16"):
         attngen.attention(q, keys[:, :9], values[:, :9], block_table=table, seqused_k=used)
     with pytest.raises(attngen.UnsupportedSpecError, match="no backward"):
