@@ -95,7 +95,8 @@ class Attention:
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
         # None where there is no dropout
-        self._drop_key = None if spec.has_lengths else replace(bare, dropout_p=0.5).text_key
+        has_none = spec.has_lengths or spec.shared_kv
+        self._drop_key = None if has_none else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
         self._numbers = default_numbers(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))

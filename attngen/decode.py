@@ -54,7 +54,7 @@ class DecodeConfig(NamedFields):
 
 def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
     """Does decode serve a forward of so many query rows?"""
-    if spec.has_lengths:
+    if spec.has_lengths or spec.shared_kv:
         return True
     return seqlen_q <= MAX_ROWS and not undecoded(spec)
 
@@ -108,7 +108,8 @@ def footprint(spec: AttentionSpec, config: DecodeConfig) -> tuple[int, int]:
     """(bytes of shared memory, registers a thread for accumulators and scores), by a formula."""
     d, dv = (sum(part.width for part in parts) for parts in (spec.qk_parts, spec.v_parts))
     m, n, size = config.block_m, config.block_n, spec.element_size
-    shared = m * d * size + max(1, config.num_stages - 1) * n * (d + dv) * size
+    columns = d if spec.shared_kv else d + dv
+    shared = m * d * size + max(1, config.num_stages - 1) * n * columns * size
     registers = (m * dv + m * n) // (32 * config.num_warps)
     return shared, registers
 
@@ -162,6 +163,8 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
         sizes = [(64, 4, 4, 4), *sizes]
     elif long and not wide:
         sizes = [(128, 8 if block_m == _MIN_BLOCK else 4, 3, 1), *sizes]
+    if spec.shared_kv and wide:  # few registers are left beside out's
+        sizes = [(32, 8 if block_m == 64 else 4, 3, 1), (32, 4, 2, 1), (16, 4, 1, 2)]
     if spec.is_exact:
         sizes = [(32, 4, 1, 4), (16, 4, 1, 4)]
         block_m = 16

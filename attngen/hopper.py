@@ -142,6 +142,8 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         why.append('lowering=hopper has no layout="thd" (packed sequences)')
     if spec.has_lengths:
         why.append(f"lowering=hopper has no {'paged' if spec.paged else 'key_lengths'}")
+    if spec.shared_kv:
+        why.append("lowering=hopper has no shared_kv")
     why += [
         f"lowering=hopper has no {name}"
         for name in (
