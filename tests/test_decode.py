@@ -417,3 +417,41 @@ def test_the_usual_call_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
             attend(q.clone().requires_grad_(), k, v)
         with pytest.raises(AssertionError, match="long way"):
             attend(q, k[:, :, :20], v[:, :, :20])
+
+
+@pytest.mark.parametrize("page", [-(2**31), -1, 10**9, 2**31 - 1])
+def test_what_is_behind_the_length_is_not_read(page: int) -> None:
+    """Neither keys nor entries of the table, whatever they hold; both may have any strides."""
+    lengths = (33, 0, 17)
+    q, k, v = _inputs(3, 2, 3, 33, 16, heads_kv=1)
+    (keys, table), (values, _) = _paged(k, lengths), _paged(v, lengths)
+    table[table < 0] = page
+    wide = torch.full((3, 2 * table.shape[1]), page, dtype=torch.int32)
+    wide[:, ::2] = table
+    used = torch.tensor([lengths, (99, 99, 99)], dtype=torch.int32).T[:, 0]
+    for each in (table, wide[:, ::2], table.T.contiguous().T):
+        with pinned({"decode": SMALL}):
+            call = {"block_table": each, "seqused_k": used, "causal": True, "return_lse": True}
+            out, lse = attngen.attention(q, keys, values, **call)
+        for b, length in enumerate(lengths):
+            at = slice(b, b + 1)
+            tensors = (q[at], k[at, :, :length], v[at, :, :length])
+            _compare((out[at], lse[at]), tensors, {"causal": True})
+
+
+def test_nothing_to_see() -> None:
+    """No batch, no keys, no pages, no rows."""
+    none, q = torch.zeros(0, dtype=torch.int32), torch.ones(2, 4, 1, 16)
+    zero, pages = torch.zeros(2, dtype=torch.int32), torch.ones(3, 16, 2, 16)
+    table = torch.full((2, 3), -1, dtype=torch.int32)
+    for rows, keys, named in (
+        (q[:0], pages, {"seqused_k": none, "block_table": table[:0]}),
+        (q[:0], q[:0, :2], {"seqused_k": none}),
+        (q, torch.ones(2, 2, 0, 16), {"seqused_k": zero}),
+        (q, pages, {"seqused_k": zero, "block_table": table[:, :0]}),
+        (q, pages[:0], {"seqused_k": zero, "block_table": table}),
+        (q[:, :, :0], pages, {"seqused_k": zero, "block_table": table}),
+    ):
+        out, lse = attngen.attention(rows, keys, keys, **named, return_lse=True)
+        assert out.shape == rows.shape and lse.shape == rows.shape[:3]
+        assert (out == 0).all() and (lse == float("-inf")).all()
