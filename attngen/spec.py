@@ -79,8 +79,8 @@ class AttentionSpec:
             last used key. Without gradients; packed sequences take seqused_k anyway.
         shared_kv: v is k's first head_dim_v columns, `k[..., :head_dim_v]` of the very same memory,
             which kernels then load once (multi-head latent attention in its absorbed form: 576 and
-            512). A call is checked for it. Calls of other specs are looked at, too: the field is
-            for tuning, and for those who want an error where v is anything else.
+            512). Each call is looked at, whatever its spec says, and one whose v lies elsewhere is
+            served as without: the field is for tuning, where there is no call to look at.
         prefix_lm: calls take prefix_lens (batch,), and a query also sees the keys at positions
             below its batch row's: key j iff j <= max(i, prefix_lens[b] - 1). Needs `causal`. A
             window's left side and chunks apply to those keys, too.
