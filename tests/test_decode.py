@@ -14,7 +14,7 @@ from torch import Tensor
 import attngen
 from attngen import ops
 from attngen.config import CONFIG_CLASSES, infeasible, parse
-from attngen.decode import DecodeConfig, forward_direction, split_count
+from attngen.decode import DecodeConfig, footprint, forward_direction, split_count
 from attngen.gpu import INTERPRETER, by_name
 from attngen.lowering import default
 from attngen.pinned import pinned
@@ -355,6 +355,20 @@ def test_splits_fill_the_gpu_and_leave_no_split_empty() -> None:
     assert split_count(config, 5000, 65536, 132) == 1
     fixed = DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=2, split_keys=512)
     assert split_count(fixed, 1, 5000, 132) == split_count(fixed, 999, 5000, 132) == 10
+
+
+def test_footprint_is_what_the_compiler_takes() -> None:
+    """Bytes that Triton 3.6 allots for sm_90, but for a few hundred of its own."""
+    allotted = [  # block_m, block_n, num_stages
+        ({"head_dim": 128}, (64, 64, 2), 81920),
+        ({"head_dim": 128}, (64, 64, 3), 114688),
+        ({"head_dim": 128, "paged": True}, (64, 64, 3), 82176),
+        ({"head_dim": 512}, (64, 64, 2), 327680),
+        ({"head_dim": 576, "head_dim_v": 512, "paged": True}, (64, 32, 2), 212992),
+    ]
+    for fields, (m, n, stages), size in allotted:
+        config = DecodeConfig(block_m=m, block_n=n, num_warps=4, num_stages=stages)
+        assert 0 <= size - footprint(AttentionSpec(**fields), config)[0] < 512
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
