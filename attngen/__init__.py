@@ -28,6 +28,7 @@ _HOME = {
     "sdpa": "attngen.api",
     "reload": "attngen.api",
     "append_kv": "attngen.append",
+    "make_block_map": "attngen.block_map",
     "merge": "attngen.merge",
     "dropout_keep": "attngen.dropout",
     "quantize": "attngen.fp8",
@@ -52,6 +53,7 @@ __all__ = [
     "attention",
     "compile",
     "dropout_keep",
+    "make_block_map",
     "merge",
     "quantize",
     "reload",
@@ -63,6 +65,7 @@ __all__ = [
 if TYPE_CHECKING:
     from attngen.api import Attention, attention, compile, reload, sdpa
     from attngen.append import append_kv
+    from attngen.block_map import make_block_map
     from attngen.dropout import dropout_keep
     from attngen.errors import (
         AttngenError,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attngen import ops, packed, paged, resolve
+from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     BIAS_DTYPES,
     SCORE_FIELDS,
@@ -29,7 +30,7 @@ from attngen.checks import (
     compute_dtype,
     fits,
     heads_first,
-    refuse_tensors,
+    refuse_names,
     scale_kind,
 )
 from attngen.dropout import seed_tensor
@@ -98,6 +99,9 @@ class Attention:
         has_none = spec.has_lengths or spec.shared_kv
         self._drop_key = None if has_none else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
+        self._mask = None
+        if spec.block_map:
+            self._mask = mask_key(spec.causal, spec.window, spec.chunk, str(spec.mask_mod))
         self._numbers = default_numbers(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
@@ -128,6 +132,7 @@ class Attention:
         doc_ids_q: Tensor | None = None,
         doc_ids_k: Tensor | None = None,
         tree_mask: Tensor | None = None,
+        block_map: BlockMap | None = None,
         aux_tensors: Sequence[Tensor] | None = None,
         dropout_p: float | None = None,
         dropout_seed: int | Tensor | None = None,
@@ -166,7 +171,8 @@ class Attention:
                 num_heads_q, seqlen_k), the sum of each key's P over the queries, before dropout;
                 "entropy" (batch, num_heads_q, seqlen_q), -sum P log P of each query over the keys
                 it sees, whose P a sink makes less than 1 in sum. Only lse is differentiable. Not
-                together with return_lse. Default: the spec's aux.
+                together with return_lse. For layout "thd" max_logit is (num_seqs, num_heads_q) and
+                entropy (total_q, num_heads_q). Default: the spec's aux.
             attn_mask: bool, broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k) in either
                 layout; True is a key that may be seen.
             bias: float16, bfloat16 or float32, broadcastable likewise; added to the scores, where
@@ -182,6 +188,8 @@ class Attention:
             doc_ids_k: the same for keys; doc_ids_q itself if None and lengths agree.
             tree_mask: bool, (n, n) or (batch, n, n); the last n rows of q and k are the nodes of a
                 tree, and node i sees node j iff tree_mask[i, j].
+            block_map: what `attngen.make_block_map` made of the spec's masks, for these sizes;
+                tiles of which no key is seen are not read.
             aux_tensors: what score_mod reads, then what mask_mod reads, each in the order of first
                 use (one that both read stands twice); default: the tensors that the functions had
                 when the spec was made. Those of score_mod are differentiable where floating, unless
@@ -244,9 +252,7 @@ class Attention:
             if made is not None:
                 return (made[0], made[1]) if return_lse else made[0]
         if tensors:
-            refused = refuse_tensors(tensors, self.__call__, q)
-            if refused is not None:
-                return _results(refused, refused, return_lse, return_aux)
+            refuse_names(tensors, self.__call__)
         if return_aux is _NONE and spec.aux:
             return_aux = spec.aux
         if return_lse is not False or return_aux is not _NONE:
@@ -299,10 +305,16 @@ class Attention:
             prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
         ):
             totals = (seqlen_q_total, seqlen_k_total)
+            count = None if sequences is None else sequences.num_seqs
             if lengths:
                 totals = (q.shape[2], paged.capacity(k, block_table))
-            masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+            tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
+            masks = check_masks(q, k, *tensors_of_masks, totals, count)
             check_mask_fields(self._masks, masks)
+        starts = (batch_start, head_start)
+        tiles = None
+        if block_map is not None or spec.block_map:
+            tiles = _tiles(block_map, self._mask, q, k, shard, starts)
         aux = None
         if self._functions is not None or aux_tensors is not None:
             aux = check_aux(self._functions, aux_tensors, q, spec.deterministic)
@@ -328,31 +340,51 @@ class Attention:
             sequences=sequences,
             lengths=lengths,
             shard=shard,
-            starts=(batch_start, head_start),
+            starts=starts,
+            block_map=tiles,
             partial=partial,
         )
         if spec.layout == "bshd":
             out = out.transpose(1, 2)
         elif sequences is not None:
             out, lse = packed.rows_first(out, lse)
+            sides = packed.side_rows_first(_in_order(wanted), sides)
         if nested is not None:
             out, lse = nested.nested(out), nested.nested(lse)
+            names = _in_order(wanted)
+            sides = [
+                x if n == "max_logit" else nested.nested(x)
+                for n, x in zip(names, sides, strict=True)
+            ]
         return _results(out, lse, return_lse, wanted, sides)
 
     def explain(
-        self, q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None = None,
+        block_table: Tensor | None = None,
     ) -> Explanation:
         """Which record, config and lowering serve a call of these tensors, and why. Of packed
-        sequences, cu_seqlens_q says how many there are."""
+        sequences, cu_seqlens_q says how many there are, and of a paged cache block_table how long a
+        batch row may be."""
         count = None
-        if self.spec.layout == "bshd":
+        if self.spec.paged:
+            paged.check_fields(self.spec, block_table, block_table)
+            k, v = paged.heads_first(k, v)
+            q = q.transpose(1, 2) if self.spec.layout == "bshd" else q
+        elif self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         elif self.spec.is_packed:
             q, k, v = packed.heads_first(q, k, v)
             offsets = packed.offsets(self.spec.layout, cu_seqlens_q, cu_seqlens_q, None, None)
             count = offsets.num_seqs
-        check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
-        return explain_call(self.spec, q, k, v, count)
+        dims = (self.spec.head_dim, self.spec.head_dim_v)
+        check_tensors(q, k, v, *dims, is_paged=self.spec.paged)
+        keys = paged.capacity(k, block_table) if self.spec.paged else k.shape[2]
+        return explain_call(self.spec, q, k, v, count, keys)
 
     def source(self, direction: Direction = "fwd", workload: Workload | None = None) -> str:
         """The emitted text that serves a workload (default: batch 1, 16 heads, 4096 tokens)."""
@@ -392,6 +424,7 @@ def attention(
     tree_mask: Tensor | None = None,
     score_mod: Any = None,
     mask_mod: Any = None,
+    block_map: BlockMap | None = None,
     aux_tensors: Sequence[Tensor] | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
@@ -435,9 +468,7 @@ def attention(
         UnsupportedSpecError: a feature that is not built; lists every reason.
     """
     if tensors:
-        refused = refuse_tensors(tensors, attention, q)
-        if refused is not None:
-            return _results(refused, refused, return_lse, return_aux)
+        refuse_names(tensors, attention)
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
     shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
@@ -480,9 +511,11 @@ def attention(
     masks = None
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
+        count = None if sequences is None else sequences.num_seqs
         if lengths:
             totals = (q.shape[2], paged.capacity(k, block_table))
-        masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, tree_mask, totals)
+        tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
+        masks = check_masks(q, k, *tensors_of_masks, totals, count)
     texts = aux = None
     if score_mod is not None or mask_mod is not None or aux_tensors is not None:
         if torch.compiler.is_compiling() and (callable(score_mod) or callable(mask_mod)):
@@ -505,6 +538,13 @@ def attention(
     if softcap is not None:
         softcap = cap_number(softcap, softmax_scale)
     dropout_p = probability("dropout_p", dropout_p)
+    tiles, mapped = None, _NONE
+    if block_map is not None:
+        mapped = ("block_map",)
+        mask = None
+        if texts is not None and texts[1] is not None:
+            mask = mask_key(causal, (left, right), chunk, str(texts[1]))
+        tiles = _tiles(block_map, mask, q, k, shard, (batch_start, head_start))
     key = _text_key(
         operator.index(q.shape[3]),  # a constant to torch.compile, where int() stays symbolic
         operator.index(v.shape[3]),
@@ -521,7 +561,11 @@ def attention(
         batch_invariant,
         fp8_scale,
         _NONE if scores is None else tuple(scores),
-        (_NONE if masks is None else fields_of(masks)) + _LENGTH_FIELDS[len(lengths)],
+        (
+            *(_NONE if masks is None else fields_of(masks)),
+            *_LENGTH_FIELDS[len(lengths)],
+            *mapped,
+        ),
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
     if texts is not None:
@@ -550,14 +594,20 @@ def attention(
         lengths=lengths,
         shard=shard,
         starts=(batch_start, head_start),
+        block_map=tiles,
         partial=partial,
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
     elif sequences is not None:
         out, lse = packed.rows_first(out, lse)
+        sides = packed.side_rows_first(_in_order(wanted), sides)
     if nested is not None:
         out, lse = nested.nested(out), nested.nested(lse)
+        names = _in_order(wanted)
+        sides = [
+            x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
+        ]
     return _results(out, lse, return_lse, wanted, sides)
 
 
@@ -786,6 +836,7 @@ def _run(
     lengths: tuple[Any, ...],
     shard: Shard,
     starts: tuple[int, int],
+    block_map: Tensor | None,
     partial: bool,
 ) -> Sequence[Tensor]:
     """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
@@ -844,11 +895,13 @@ def _run(
         extra += scores.values()
     if masks is not None:
         extra += masks.values()
-    if aux is not None:
-        extra += aux
+    if block_map is not None:
+        extra.append(block_map)
     if sequences is not None:
         extra += sequences
     extra += lengths
+    if aux is not None:
+        extra += aux
     extra += descales
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
@@ -857,6 +910,24 @@ def _run(
     except RuntimeError:  # a sparse tensor of a shape that passed before has no strides
         check_kinds({"q": q, "k": k, "v": v})
         raise
+
+
+def _tiles(
+    block_map: Any, mask: str | None, q: Tensor, k: Tensor, shard: Shard, starts: tuple[int, int]
+) -> Tensor:
+    """The lists of a call's block map; `mask` is what it must be of, None if the spec has none."""
+    if block_map is None:
+        raise SpecError(
+            "the spec says block_map=True, but the call has no block_map; pass block_map=, or "
+            "compile a spec without block_map"
+        )
+    if mask is None:
+        raise SpecError(
+            "block_map is given, but the spec says block_map=False, or has no mask_mod; compile a "
+            "spec with both, or leave block_map out"
+        )
+    moved = shard != (0, 1, 0, 1, None, None) or starts != (0, 0)
+    return check_block_map(block_map, mask, q, k, moved)
 
 
 def _scaled(q: Tensor, softmax_scale: float) -> tuple[Tensor, float]:

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from attngen import lowering
 from attngen.api import compile
+from attngen.block_map import BlockMap, map_of
 from attngen.config import KernelConfig
 from attngen.errors import UnsupportedSpecError
 from attngen.explain import explain_workload
@@ -194,11 +195,17 @@ def _ours(
 ) -> Iterator[_Entrant]:
     """Our kernels under each of the named configs, each having run once."""
     attn = compile(spec)
+    tiles: list[BlockMap] = []
+    if spec.block_map:
+        aux = tuple(beside[name] for name in spec.aux_args)
+        tiles.append(map_of(spec, inputs[0], inputs[1], aux))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *descales: Tensor) -> Tensor:
         named: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
         if spec.has_functions:
             named["aux_tensors"] = tuple(named.pop(name) for name in spec.aux_args)
+        if spec.block_map:
+            named["block_map"] = tiles[0]
         out: Tensor = attn(q, k, v, **named)
         return out
 

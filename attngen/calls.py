@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from attngen import interpreter, paged
+from attngen.block_map import check_lists
 from attngen.checks import check_descales, check_tensors
 from attngen.decode import DecodeConfig, forward_direction, partial_shape, row_tiles, split_count
 from attngen.errors import DtypeError, SpecError
@@ -25,7 +26,13 @@ from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.masks import document_scratch
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
-from attngen.packed import check_offsets, check_values, packed_of
+from attngen.packed import (
+    check_offsets,
+    check_values,
+    maxima_of_rows,
+    packed_of,
+    padded_rows,
+)
 from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.score_terms import Sums, placed
 from attngen.shared_kv import key_of
@@ -51,6 +58,11 @@ def transposed(v: Tensor) -> Memory:
     padded = -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
     strides = (heads * dim * padded, dim * padded, padded, 1)
     return Memory((batch, heads, dim, padded), strides, v.dtype)
+
+
+def order_of(num_seqs: int) -> Memory:
+    """The order of work of packed sequences, in the forward of the hopper lowering."""
+    return Memory((2 + 7 * (num_seqs + 2),), (1,), torch.int32)
 
 
 class _Call(NamedTuple):
@@ -120,7 +132,7 @@ def forward(
             return [
                 out.make(q).zero_(),
                 lse.make(q).fill_(float("-inf")),
-                *no_side_outputs(spec.aux, q, k),
+                *no_side_outputs(spec, extra, q, k),
             ]
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
         also = at if _are_same(inputs, (q, k, v)) else None
@@ -131,7 +143,10 @@ def forward(
     elif call.places is not None:
         extra = placed(call.places, extra, q, k)
     made = _launch(call, inputs, extra)
-    return [*made[:2], *side_outputs(call.aux, made[2:])] if call.aux else made[:2]
+    if not call.aux:
+        return made[:2]
+    first = None if call.sequences is None else packed_of(call.sequences, extra).cu_seqlens_q
+    return [*made[:2], *side_outputs(call.aux, made[2:], first)]
 
 
 def again(
@@ -323,26 +338,43 @@ def side_memory(aux: tuple[str, ...], q: Tensor, k: Tensor) -> list[Memory]:
     return [_float32(batch, heads, k.shape[2] if name == "col_sum" else rows) for name in aux]
 
 
-def side_outputs(aux: tuple[str, ...], made: Sequence[Tensor]) -> list[Tensor]:
-    """The side outputs, from what kernels wrote."""
+def side_outputs(
+    aux: tuple[str, ...], made: Sequence[Tensor], cu_seqlens_q: Tensor | None = None
+) -> list[Tensor]:
+    """The side outputs, from what kernels wrote; cu_seqlens_q of packed sequences."""
+
+    def largest(x: Tensor) -> Tensor:
+        if cu_seqlens_q is None:
+            return x.amax(2)
+        return maxima_of_rows(x.squeeze(0), cu_seqlens_q)
+
     pairs = zip(aux, made[: len(aux)], strict=True)
-    return [x.amax(2) if name == "max_logit" else x for name, x in pairs]
+    return [largest(x) if name == "max_logit" else x for name, x in pairs]
 
 
-def no_side_outputs(aux: tuple[str, ...], q: Tensor, k: Tensor) -> list[Tensor]:
+def no_side_outputs(
+    spec: AttentionSpec, extra: Sequence[Tensor | None], q: Tensor, k: Tensor
+) -> list[Tensor]:
     """Those of a call in which nothing is seen."""
-    fresh = [q.new_zeros(shape, dtype=torch.float32) for shape in side_shapes(aux, q, k)]
+    fresh = [q.new_zeros(shape, dtype=torch.float32) for shape in side_shapes(spec, extra, q, k)]
     return [
         x.fill_(float("-inf")) if name == "max_logit" else x
-        for name, x in zip(aux, fresh, strict=True)
+        for name, x in zip(spec.aux, fresh, strict=True)
     ]
 
 
-def side_shapes(aux: tuple[str, ...], q: Tensor, k: Tensor) -> list[tuple[int, ...]]:
+def side_shapes(
+    spec: AttentionSpec, extra: Sequence[Tensor | None], q: Tensor, k: Tensor
+) -> list[tuple[int, ...]]:
     """Shapes of the side outputs."""
     batch, heads, rows, _ = q.shape
-    last = {"max_logit": (), "col_sum": (k.shape[2],), "entropy": (rows,)}
-    return [(batch, heads, *last[name]) for name in aux]
+    count = packed_of(spec, extra).num_seqs if spec.is_packed else batch
+    shapes = {
+        "max_logit": (count, heads),
+        "col_sum": (batch, heads, k.shape[2]),
+        "entropy": (batch, heads, rows),
+    }
+    return [shapes[name] for name in spec.aux]
 
 
 def _bshd(rows_of: Tensor, dim: int, dtype: torch.dtype) -> Memory:
@@ -412,8 +444,13 @@ def _settled(
         memory.append(transposed(tiles[2]))
     if isinstance(kernel.config, DecodeConfig):
         memory += partials(kernel.config, sizes, (left, right), dim_v, resolved.gpu.sm_count)
+    if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
+        memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
-        memory.append(_float32(batch, heads, spec.row_numbers, -(-seqlen_q // 128) * 128))
+        padded = -(-seqlen_q // 128) * 128
+        if spec.is_packed and kernel.config.lowering == "hopper":
+            padded = padded_rows(seqlen_q, packed_of(spec, extra).num_seqs)
+        memory.append(_float32(batch, heads, spec.row_numbers, padded))
         if kernel.config.sums_dq:
             memory.append(_float32(batch, heads, seqlen_q, dim))
     if spec.documents:
@@ -522,6 +559,8 @@ def _check(
         check_descales(spec.fp8_scale, q, k, extra[-len(DESCALES) :])
     if spec.is_packed:
         check_offsets(spec, q, extra)
+    if spec.block_map:
+        check_lists(extra[spec.tensor_args.index("block_map")], q, k)
     if spec.has_lengths:
         paged.check_lengths(spec, q, extra)
     if spec.paged:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from attngen.errors import DtypeError, SpecError, UnsupportedSpecError, nearest
+from attngen.errors import DtypeError, SpecError, nearest
 from attngen.spec import AUX, DESCALES, FIELDS, FP8_DTYPES, SCALE_ROWS, AttentionSpec
 from attngen.values import MAX_POSITION, flag, shown, whole
 
@@ -24,37 +24,17 @@ SCORE_FIELDS = {
 
 BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-# Tensor arguments whose spec field exists but whose kernels are not built yet.
-_TENSOR_FIELD = {
-    "block_map": "block_map",
-}
-
 
 _AUX = ("lse", *AUX)
 
 
-def refuse_tensors(tensors: dict[str, Any], call: Callable[..., Any], q: Tensor) -> Tensor | None:
-    """Refuse further arguments of `call`: unknown names, and features that are not built.
+def refuse_names(given: dict[str, Any], call: Callable[..., Any]) -> NoReturn:
+    """Refuse further arguments of `call`, which has none of these names.
 
-    Under torch.compile, which would replace an exception raised while it traces, gives a stand-in
-    for the result: the graph raises where it runs.
+    Raises:
+        SpecError: always; names the nearest options.
     """
-    for name in tensors:
-        if name not in _TENSOR_FIELD:
-            _refuse_name(name, call)
-    reasons = [
-        f"{name}= needs {_TENSOR_FIELD[name]}, which is not built yet"
-        for name, value in tensors.items()
-        if value is not None
-    ]
-    if reasons and torch.compiler.is_compiling():
-        return torch.ops.attngen.refuse(reasons, q)  # type: ignore[no-any-return]  # torch.ops is untyped
-    if reasons:
-        raise UnsupportedSpecError(reasons)
-    return None
-
-
-def _refuse_name(name: str, call: Callable[..., Any]) -> None:
+    name = next(iter(given))
     parameters = inspect.signature(call).parameters.values()
     options = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
     if name in FIELDS and "causal" not in options:
@@ -63,8 +43,7 @@ def _refuse_name(name: str, call: Callable[..., Any]) -> None:
             f"attngen.compile(attngen.AttentionSpec(..., {name}=...))"
         )
     raise SpecError(
-        f"unknown argument {name!r}{nearest(name, [*options, *_TENSOR_FIELD])}; options: "
-        f"{', '.join(options)}; tensor arguments: {', '.join(_TENSOR_FIELD)}"
+        f"unknown argument {name!r}{nearest(name, options)}; options: {', '.join(options)}"
     )
 
 

@@ -19,7 +19,7 @@ from attngen.errors import NoFeasibleConfigError, SpecError, UnsupportedSpecErro
 from attngen.gpu import GpuInfo
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperConfig, HopperFwdConfig
-from attngen.spec import SCALE_ROWS, AttentionSpec
+from attngen.spec import MAP_TILE, SCALE_ROWS, AttentionSpec
 from attngen.workload import Bucket, Direction
 
 Tiles = Literal["pointer", "descriptor"]
@@ -257,6 +257,12 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
             f"{name}={size} must be at most {SCALE_ROWS}: with fp8_scale=block a tile has one scale"
             for name, size in (("block_m", config.block_m), ("block_n", config.block_n))
             if size > SCALE_ROWS
+        ]
+    if spec.block_map:
+        why += [
+            f"{name}={value} must be at most {MAP_TILE}, the size of a block map's tile"
+            for name, value in config.as_dict().items()
+            if "block_" in name and value > MAP_TILE
         ]
     if spec.is_packed and config.tiles == "descriptor":
         why.append(

@@ -23,6 +23,8 @@ MAX_ROWS = 16
 MAX_SPLITS = 256
 INVARIANT_KEYS = 512
 """Keys of a split where a row's bits may depend on nothing else in the batch."""
+gives_way = False
+"""Set while a forward config is pinned (`attngen.pinned`): only what needs decode runs it."""
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
 _REGISTERS = 255
 _ENOUGH = 0.95
@@ -56,7 +58,7 @@ def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
     """Does decode serve a forward of so many query rows?"""
     if spec.has_lengths or spec.shared_kv:
         return True
-    return seqlen_q <= MAX_ROWS and not undecoded(spec)
+    return seqlen_q <= MAX_ROWS and not gives_way and not undecoded(spec)
 
 
 def forward_direction(spec: AttentionSpec, seqlen_q: int) -> Direction:
@@ -100,8 +102,9 @@ def row_tiles(config: DecodeConfig, seqlen_q: int, group_size: int) -> int:
 
 
 def partial_shape(splits: int, rows: int, dim_v: int) -> tuple[int, int]:
-    """The scratch of several splits, float32: of each the outs of all rows, then their lses."""
-    return splits, rows * (dim_v + 1)
+    """The scratch of several splits, float32: of each the outs of all rows, then their sums of
+    weights, then the maxima that these are relative to."""
+    return splits, rows * (dim_v + 2)
 
 
 def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -> tuple[int, int]:

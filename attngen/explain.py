@@ -113,6 +113,7 @@ def explain_workload(
     *,
     gpu: GpuInfo | None = None,
     directions: tuple[Direction, ...] = DIRECTIONS,
+    page_size: int = 0,
 ) -> Explanation:
     """What would serve a workload on a GPU (default: the current device)."""
     from attngen.gpu import current
@@ -124,6 +125,8 @@ def explain_workload(
             continue
         text = spec.served_as(direction).text
         at = spec_bucket(family(direction, text, workload.seqlen_q), spec, workload)
+        if page_size:
+            at = replace(at, page_size=page_size)
         config, found, _ = find(text, at, where)
         notes = lowering.notes(text, config, at, where)
         if text.is_fp8 != spec.is_fp8:
@@ -133,20 +136,29 @@ def explain_workload(
 
 
 def explain_call(
-    spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, num_seqs: int | None = None
+    spec: AttentionSpec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    num_seqs: int | None = None,
+    num_keys: int | None = None,
 ) -> Explanation:
     """What serves a call of these tensors, each (batch, heads, seqlen, dim), or of so many packed
-    sequences."""
-    workload = Workload(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    sequences; of pages, (pages, heads, page size, dim), with room for so many keys."""
+    keys = k.shape[2] if num_keys is None else num_keys
+    workload = Workload(q.shape[0], q.shape[1], k.shape[1], q.shape[2], keys)
     if num_seqs is not None:
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         workload = packed_workload(num_seqs, *sizes)
     where = device_info(device_index_of(q))
-    made = explain_workload(spec, workload, gpu=where)
+    page_size = k.shape[2] if spec.paged else 0
+    made = explain_workload(spec, workload, gpu=where, page_size=page_size)
     found = [*made.choices]
     if not spec.shared_kv and parsed(key_of(spec.text_key, q, k, v)).shared_kv:
         shared = replace(spec, shared_kv=True)
-        found[:1] = explain_workload(shared, workload, gpu=where, directions=("fwd",)).choices
+        found[:1] = explain_workload(
+            shared, workload, gpu=where, page_size=page_size, directions=("fwd",)
+        ).choices
     choices = []
     for choice in found:
         notes = list(choice.notes)

@@ -15,7 +15,7 @@ from attngen.config_base import NamedFields
 from attngen.gpu import GpuInfo
 from attngen.spec import SCALE_ROWS, AttentionSpec
 from attngen.versions import triton_minor
-from attngen.workload import Direction
+from attngen.workload import DIRECTIONS, Direction
 
 ARCH = "sm_90"
 CHECKED_TRITON = ("3.6",)
@@ -28,6 +28,8 @@ MAX_STAGES = 4
 BARRIER_BYTES = 512
 """Of shared memory, for barriers and for what partitions of warps are handed; about 300 seen."""
 MAX_PARTS, MAX_WIDTH = 2, 256
+PACKED: tuple[Direction, ...] = ("fwd", "bwd")
+"""Directions that serve packed sequences."""
 FP8_WIDTHS = (64, 128, 256)
 
 
@@ -62,6 +64,14 @@ class HopperFwdConfig(NamedFields):
     """The output is rescaled only where a row's maximum rose, with 16 bits by more than 2^8."""
     exp_polynomial: Literal[0, 1, 2, 3] = 0
     """With FP8: of eight exponentials, how many are computed by the units that multiply."""
+    turn_ends: Literal["issued", "scores", "products"] = "issued"
+    """With FP8 and turns: a turn is over once its products are issued, once Q K^T is done, or once
+    both products are. Two consumers that multiply at once would end at once, and both take
+    exponentials while nothing multiplies."""
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        return () if self.turns else ("turn_ends",)
 
     @property
     def block_m(self) -> int:
@@ -119,8 +129,9 @@ HopperConfig = HopperFwdConfig | HopperBwdConfig
 # ---- what the lowering can serve --------------------------------------------------------------
 
 
-def unserved(spec: AttentionSpec, gpu: GpuInfo) -> list[str]:
-    """Why no config of the lowering serves a spec on a GPU; empty if one may."""
+def unserved(spec: AttentionSpec, gpu: GpuInfo, direction: Direction | None = None) -> list[str]:
+    """Why no config of the lowering serves a spec on a GPU, in a direction or in both; empty if one
+    may."""
     why = []
     if gpu.arch != ARCH:
         why.append(f"lowering=hopper needs {ARCH}, {gpu.name} is {gpu.arch}")
@@ -128,22 +139,24 @@ def unserved(spec: AttentionSpec, gpu: GpuInfo) -> list[str]:
         why.append(
             f"lowering=hopper needs Triton {' or '.join(CHECKED_TRITON)}, here is {triton_minor()}"
         )
-    return why + unserved_anywhere(spec)
+    return why + unserved_anywhere(spec, direction)
 
 
-def unserved_anywhere(spec: AttentionSpec) -> list[str]:
+def unserved_anywhere(spec: AttentionSpec, direction: Direction | None = None) -> list[str]:
     """The same, as far as the spec alone says."""
     why = []
     if spec.element_size > 2:
         why.append(f"lowering=hopper needs a dtype of 16 or 8 bits, got dtype={spec.dtype}")
     if spec.has_dropout:
         why.append("lowering=hopper has no dropout")
-    if spec.is_packed:
-        why.append('lowering=hopper has no layout="thd" (packed sequences)')
     if spec.has_lengths:
         why.append(f"lowering=hopper has no {'paged' if spec.paged else 'key_lengths'}")
     if spec.shared_kv:
         why.append("lowering=hopper has no shared_kv")
+    asked = DIRECTIONS if direction is None else (direction,)
+    if spec.is_packed and (missing := [each for each in asked if each not in PACKED]):
+        which = " and ".join(missing)
+        why.append(f'lowering=hopper has no layout="thd" (packed sequences) in {which}')
     why += [
         f"lowering=hopper has no {name}"
         for name in (
@@ -168,7 +181,7 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
 
 def infeasible(spec: AttentionSpec, config: HopperConfig, gpu: GpuInfo) -> list[str]:
     """Why a config cannot serve a spec on a GPU; empty if it can."""
-    if why := _illegal(config) or unserved(spec, gpu):
+    if why := _illegal(config) or unserved(spec, gpu, config.direction):
         return why
     if config.sums_dq and spec.deterministic:
         return ["dq=atomic adds in no fixed order, and the spec asks for deterministic=true"]
@@ -209,6 +222,10 @@ def _forward_limits(spec: AttentionSpec, config: HopperFwdConfig, gpu: GpuInfo) 
             f"exp_polynomial={config.exp_polynomial} needs FP8 inputs: 16-bit ones lost 1 to 17 % "
             "by it in every case measured"
         )
+    if config.turn_ends != "issued" and not spec.is_fp8:
+        why.append(f"turn_ends={config.turn_ends} needs FP8 inputs: not measured with 16-bit ones")
+    if config.turn_ends == "products" and config.overlap:
+        why.append("turn_ends=products needs overlap=false: softmax overlaps the second product")
     if spec.is_fp8 and config.out_in_q:
         why.append("out_in_q=true needs q and out of one dtype, and q is FP8")
     if spec.has_block_scales and config.block_n > SCALE_ROWS:

@@ -34,6 +34,7 @@ AXES: dict[Direction, dict[str, tuple[Any, ...]]] = {
         "out_in_q": (False, True),
         "conditional_rescale": (True, False),
         "exp_polynomial": (0, 1),
+        "turn_ends": ("issued", "scores", "products"),
     },
     "bwd": {
         "dq": ("kernel", "atomic"),
@@ -85,6 +86,7 @@ _ALWAYS = replace(_QUIET, conditional_rescale=False)
 # The same of FP8.
 _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
     64: (
+        replace(_QUIET, consumers=3, turns=True, turn_ends="scores"),
         replace(_QUIET, consumers=3, turns=True),
         replace(_QUIET, consumers=3, turns=True, q_in_registers=True, q_buffers=2),
         replace(_ALWAYS, consumers=3, turns=True, q_buffers=2),
@@ -92,12 +94,20 @@ _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
         replace(_QUIET, q_buffers=2),
     ),
     128: (
+        replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2, turn_ends="products"),
+        replace(_BEST, turns=True, q_buffers=2, turn_ends="scores"),
+        replace(_ALWAYS, turns=True, q_buffers=2, turn_ends="products"),
         replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2),
         replace(_ALWAYS, turns=True, q_buffers=2),
         replace(_QUIET, turns=True, q_buffers=2),
         _BEST,
     ),
-    256: (replace(_QUIET, turns=True), replace(_ALWAYS, turns=True), _QUIET),
+    256: (
+        replace(_QUIET, turns=True, turn_ends="scores"),
+        replace(_QUIET, turns=True),
+        replace(_ALWAYS, turns=True),
+        _QUIET,
+    ),
 }
 _ATOMIC = HopperBwdConfig(dq="atomic")
 _KERNEL = HopperBwdConfig(dq="kernel")
@@ -131,7 +141,7 @@ _BWD_STARTS: dict[int, tuple[HopperBwdConfig, ...]] = {
 
 def starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     """Good configs from earlier measurements that fit here, best guess first."""
-    if unserved(spec, gpu):
+    if unserved(spec, gpu, bucket.direction):
         return []
     dim = max(spec.head_dim, spec.head_dim_v)
     table: dict[int, Any] = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
@@ -161,13 +171,14 @@ def _takes_turns(config: HopperConfig) -> bool:
 
 def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     """Every config worth a trial, a few dozen: the good ones, then what else the axes allow. None
-    for lengths that fill no tile."""
+    for lengths that fill no tile, or as a mean of packed ones half a tile."""
     lengths = (bucket.seqlen_q, bucket.seqlen_k)
-    return [] if any(0 < each < ROWS for each in lengths) else _fitting(spec, bucket, gpu)
+    least = 2 * ROWS if spec.is_packed else ROWS
+    return [] if any(0 < each < least for each in lengths) else _fitting(spec, bucket, gpu)
 
 
 def _fitting(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
-    if unserved(spec, gpu):
+    if unserved(spec, gpu, bucket.direction):
         return []
     every = (c for c in _all(bucket.direction) if not infeasible(spec, c, gpu))
     return list(dict.fromkeys([*starts(spec, bucket, gpu), *_worthwhile(spec, list(every))]))

@@ -53,6 +53,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("sinks", spec.sinks),
             ("score_mod", spec.score_mod is not None),
             ("mask_mod", spec.mask_mod is not None),
+            ("block_map", spec.block_map),
             ("dropout", spec.has_dropout),
             ("_".join(text_spec.aux), text_spec.aux),
         )

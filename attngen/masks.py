@@ -35,15 +35,17 @@ def check_masks(
     doc_ids_k: Any,
     tree_mask: Any,
     totals: tuple[int | None, int | None] = (None, None),
+    num_seqs: int | None = None,
 ) -> dict[str, Tensor]:
     """The tensors as the op takes them, by name.
 
     Args:
         q, k: (batch, heads, seqlen, dim).
         totals: whole lengths that a shard names.
+        num_seqs: of packed sequences, which count as batch.
     """
     found: dict[str, Tensor] = {}
-    batch, rows, keys = q.shape[0], q.shape[2], k.shape[2]
+    batch, rows, keys = q.shape[0] if num_seqs is None else num_seqs, q.shape[2], k.shape[2]
     if prefix_lens is not None:
         _check_ints("prefix_lens", prefix_lens, q)
         if prefix_lens.dim() != 1 or prefix_lens.shape[0] != batch:

@@ -54,7 +54,7 @@ def _fake_forward(
     batch, heads, seqlen_q, _ = q.shape
     dtype = torch.float32 if ints[0] else getattr(torch, parsed(text_key).out_dtype)
     out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
-    shapes = [(batch, heads, seqlen_q), *calls.side_shapes(parsed(text_key).aux, q, k)]
+    shapes = [(batch, heads, seqlen_q), *calls.side_shapes(parsed(text_key), extra, q, k)]
     return [out, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)]
 
 

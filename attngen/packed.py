@@ -124,6 +124,12 @@ def rows_first(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     return out.squeeze(0).transpose(0, 1), lse.squeeze(0).transpose(0, 1)
 
 
+def side_rows_first(aux: Sequence[str], sides: Sequence[Tensor]) -> list[Tensor]:
+    """Side outputs likewise: entropy (total_q, heads); max_logit is (num_seqs, heads) anyway."""
+    pairs = zip(aux, sides, strict=True)
+    return [x if name == "max_logit" else x.squeeze(0).transpose(0, 1) for name, x in pairs]
+
+
 def check_offsets(spec: AttentionSpec, q: Tensor, extra: Sequence[Tensor | None]) -> None:
     """Dtypes, shapes and devices of the offsets."""
     given = dict(zip(PACKED_ARGS, packed_of(spec, extra), strict=True))
@@ -196,6 +202,18 @@ def sums_of_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     return _sums(x, cu_seqlens.clamp(0, x.shape[1]).long())
 
 
+def padded_rows(total_q: int, count: int) -> int:
+    """How many row numbers a backward of the hopper lowering has of a head: those of each sequence
+    fill whole tiles of 128. Where they begin, `packed_bwd.py.jinja` says."""
+    return (total_q // 128 + count + 2) * 128
+
+
+def maxima_of_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """The largest of each sequence's rows of x (n, total), -inf if it has none: (num_seqs, n)."""
+    begins = cu_seqlens.clamp(0, x.shape[1]).long()
+    return _reduced(x, begins, "max", float("-inf"))
+
+
 def slots(total_k: int, count: int) -> int:
     """How many sums of ALiBi slopes a backward makes: `dkdv.py.jinja` says which of whose."""
     return total_k // SUM_KEYS + count + 2
@@ -209,8 +227,12 @@ def sums_of_slots(x: Tensor, cu_seqlens_k: Tensor) -> Tensor:
 
 def _sums(x: Tensor, begins: Tensor) -> Tensor:
     """Sums of columns begins[m] .. begins[m + 1] of x (n, columns): (m, n), in a fixed order."""
+    return _reduced(x, begins, "sum", 0.0)
+
+
+def _reduced(x: Tensor, begins: Tensor, how: str, initial: float) -> Tensor:
     count, columns = x.shape
     at = begins + columns * torch.arange(count, device=x.device)[:, None]
     at = torch.cat([at.flatten(), at.new_full((1,), count * columns)])
-    found = torch.segment_reduce(x.flatten(), "sum", offsets=at, unsafe=True, initial=0.0)
+    found = torch.segment_reduce(x.flatten(), how, offsets=at, unsafe=True, initial=initial)
     return found.view(count, -1)[:, :-1].T

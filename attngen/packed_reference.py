@@ -68,6 +68,23 @@ def yardstick(
     return _each(reference.yardstick, spec, q, k, v, (narrow,), sequences, **how)
 
 
+def side_outputs(
+    spec: AttentionSpec, q: Tensor, k: Tensor, sequences: Sequences, **how: Any
+) -> dict[str, Tensor]:
+    """Those of `reference.side_outputs`: max_logit (num_seqs, heads), entropy (1, heads, total)."""
+    wide, heads = how.get("math_dtype", torch.float64), q.shape[1]
+    largest = q.new_full((len(sequences.rows), heads), reference.NEG_INF, dtype=wide)
+    entropy = q.new_zeros(q.shape[:3], dtype=wide)
+    for n, (rows, keys) in enumerate(zip(sequences.rows, sequences.keys, strict=True)):
+        if rows.stop > rows.start and keys.stop > keys.start and spec.aux:
+            given = {name: _of_one(name, x, n) for name, x in how.items()}
+            tensors = (q[:, :, rows], k[:, :, keys])
+            found = reference.side_outputs(spec.of_sequence, *tensors, **given, batch_start=n)
+            largest[n] = found.get("max_logit", largest[n])
+            entropy[:, :, rows] = found.get("entropy", entropy[:, :, rows])
+    return {n: x for n, x in (("max_logit", largest), ("entropy", entropy)) if n in spec.aux}
+
+
 def _each(
     attend: Callable[..., tuple[Tensor, Tensor]],
     spec: AttentionSpec,
@@ -108,6 +125,8 @@ def _each(
 
 
 def _of_one(name: str, x: Any, n: int) -> Any:
+    if name == "prefix_lens":
+        return x[n : n + 1]
     return x[n] if name in OF_SEQUENCES and x.dim() == 2 and x.shape[0] != 1 else x
 
 

@@ -202,10 +202,12 @@ def _beside(
     return _Beside(attn_mask, bias, of_heads(alibi_slopes), of_heads(sinks))
 
 
-def _places(batch: int, heads: int, rows: Tensor, keys: Tensor) -> tuple[Tensor, ...]:
-    """b, h, q_idx and k_idx of all scores."""
+def _places(
+    batch: int, heads: int, rows: Tensor, keys: Tensor, first: int = 0
+) -> tuple[Tensor, ...]:
+    """b, h, q_idx and k_idx of all scores, b from `first` on."""
     b, h = (torch.arange(n, device=rows.device) for n in (batch, heads))
-    return b[:, None, None, None], h[:, None, None], rows[:, None], keys
+    return (b + first)[:, None, None, None], h[:, None, None], rows[:, None], keys
 
 
 def _softmax(s: Tensor, seen: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -264,7 +266,7 @@ def attention(
         sinks: (heads,) or (batch, heads); exp(sink) joins the denominator, but not lse.
         more: prefix_lens, doc_ids_q, doc_ids_k, tree_mask, aux0 and so on: those of the spec.
         seed: of dropout.
-        batch_start: number of the first batch row, for dropout.
+        batch_start: number of the first batch row, for dropout and functions.
         math_dtype: in which everything is computed.
         round_to: round P and dS to this dtype where a good kernel must; for `yardstick`.
         aux: aux0, aux1, ..., the tensors of score_mod and mask_mod.
@@ -276,7 +278,8 @@ def attention(
     q, k, v = (x.to(math_dtype) for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
-    functions, place = Functions(spec, aux_of(more)), _places(batch, heads, rows, keys)
+    functions = Functions(spec, aux_of(more))
+    place = _places(batch, heads, rows, keys, batch_start)
     at = (torch.arange(batch, device=q.device)[:, None, None, None], rows[:, None], keys)
     rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
     ahead, seen = keys - rows, beside.seen(visible(spec, rows, keys, rules, at))
@@ -314,6 +317,7 @@ def side_outputs(
     bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    batch_start: int = 0,
     math_dtype: torch.dtype = torch.float64,
     **more: Tensor | None,
 ) -> dict[str, Tensor]:
@@ -327,7 +331,8 @@ def side_outputs(
     rules = Structure.of(spec, seqlen_k, structure_of(more))
     q, k = (x.detach().to(math_dtype) for x in (q, k))
     rows, keys = (torch.arange(n, device=q.device) for n in (seqlen_q, seqlen_k))
-    functions, place = Functions(spec, aux_of(more)), _places(batch, heads, rows, keys)
+    functions = Functions(spec, aux_of(more))
+    place = _places(batch, heads, rows, keys, batch_start)
     at = (torch.arange(batch, device=q.device)[:, None, None, None], rows[:, None], keys)
     rows = (rows + alignment(spec, seqlen_q, seqlen_k))[:, None]
     s = q @ k.repeat_interleave(heads // k.shape[1], 1).mT * scale_of(spec)

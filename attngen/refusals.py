@@ -48,6 +48,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "precision": {"dtype": "float32"},
     "prefix_lm": {"causal": True},
     "shared_kv": {"head_dim_v": 32},
+    "block_map": {"mask_mod": _mask_mod},
 }
 
 
@@ -114,12 +115,7 @@ def document() -> str:
         "|---|---|---|---|",
         *_pairs(built),
         "",
-        "## Not built",
-        "",
-        "| feature | reason |",
-        "|---|---|",
-        *(f"| `{each}` | {_reason(why)} |" for each, why in alone.items() if why is not None),
-        "",
+        *_alone(alone),
         "## Of the portable lowering alone",
         "",
         "| feature | why the hopper lowering does not serve it |",
@@ -127,6 +123,14 @@ def document() -> str:
         *(f"| `{each}` | {'; '.join(why)} |" for each in built if (why := _unserved(each))),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _alone(alone: dict[Feature, SpecError | None]) -> list[str]:
+    """A row for each feature that is refused by itself."""
+    rows = [f"| `{each}` | {_reason(why)} |" for each, why in alone.items() if why is not None]
+    if not rows:
+        return []
+    return ["## Not built", "", "| feature | reason |", "|---|---|", *rows, ""]
 
 
 def _pairs(built: list[Feature]) -> list[str]:

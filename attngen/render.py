@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+from dataclasses import replace
 
 import jinja2
 
@@ -94,11 +95,18 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
     traits += [name for name in FUNCTIONS if getattr(spec, name)]
+    traits += ["block map"] if spec.block_map and config.direction != "map" else []
     traits += ["dropout"] if spec.has_dropout else []
     traits += ["side outputs"] if spec.aux else []
     traits += ["for Hopper" if config.lowering == "hopper" else f"tiles by {config.tiles}"]
-    names = {"fwd": "forward", "bwd": "backward", "jvp": "with tangents", "decode": "decode"}
-    what = names[direction_of(config)]
+    words = {
+        "fwd": "forward",
+        "bwd": "backward",
+        "jvp": "with tangents",
+        "map": "block map",
+        "decode": "decode",
+    }
+    what = words[direction_of(config)]
     return f"Attention {what}: {', '.join(traits)}."
 
 
@@ -114,8 +122,9 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     variants = structural_variants(direction)
     if spec.is_packed:  # has no descriptors
         variants = [config for config in variants if config.tiles == "pointer"]
-    if arch == hopper.ARCH and direction != "decode" and not hopper.unserved_anywhere(spec):
-        variants += hopper_variants(spec, direction)
+    if arch == hopper.ARCH and direction != "decode":
+        served = not hopper.unserved_anywhere(spec, direction)
+        variants += hopper_variants(spec, direction) if served else []
     for config in variants:
         _, _, body = render(spec, config).split('"""', 2)
         kernels, _, _ = body.partition("\ndef reference(")
@@ -142,7 +151,11 @@ def structural_variants(direction: Direction) -> list[KernelConfig]:
 def hopper_variants(spec: AttentionSpec, direction: Direction) -> list[KernelConfig]:
     """The same of the hopper lowering, for a spec that it serves."""
     if direction == "fwd":
-        polynomials = [HopperFwdConfig(exp_polynomial=1)] if spec.is_fp8 else []
-        return [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3), *polynomials]
+        found: list[KernelConfig] = [HopperFwdConfig(consumers=2), HopperFwdConfig(consumers=3)]
+        if spec.is_fp8:
+            quiet = HopperFwdConfig(overlap=False, turns=True)
+            found += [HopperFwdConfig(exp_polynomial=1)]
+            found += [replace(quiet, turn_ends=end) for end in ("scores", "products")]
+        return found
     atomic = [HopperBwdConfig(dq="atomic")] if hopper.adds_dq(spec) else []
     return [HopperBwdConfig(dq="kernel"), *atomic]

@@ -36,6 +36,8 @@ def placed(
             found.append(on_16_bytes(x).expand(batch, heads, seqlen_q, k.shape[2]))
         elif name in ("alibi_slopes", "sinks"):
             found.append(on_16_bytes(x.float()).expand(batch, heads))
+        elif name == "block_map":
+            found.append(on_16_bytes(x).expand(batch, heads, x.shape[2]))
         elif name in MASK_FIELDS:
             found.append(placed_mask(name, x, batch))
         elif name in spec.aux_args or (name == "block_table" and x.stride(1) == 1):
@@ -143,6 +145,9 @@ class Sums:
         for name in self.wanted:
             x = given[name]
             assert x is not None
+            if name in self.aux:
+                found.append(at[f"d{name}"].to(x.dtype))
+                continue
             if name == "alibi_slopes":
                 each = at["slope_sums"].squeeze(0)
             else:

@@ -126,14 +126,21 @@ def search_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kern
     """Every config that a search may try, most promising first: those of the hopper lowering where
     it serves, then the portable ones in the model's order."""
     if bucket.direction == "decode":
-        return [*families.candidates(spec, bucket, gpu)]
-    wanted = lowering.required(spec, gpu)
+        return portable_order(spec, bucket, gpu)
+    wanted = lowering.required(spec, gpu, bucket.direction)
     order: list[KernelConfig] = []
     if wanted != "triton":
         order += hopper_space.candidates(spec, bucket, gpu)
     if wanted != "hopper":
-        order += model_order(spec, bucket, gpu, candidates(spec, bucket, gpu))
+        order += portable_order(spec, bucket, gpu)
     return order
+
+
+def portable_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
+    """The portable ones of these."""
+    if bucket.direction == "decode":
+        return [*families.candidates(spec, bucket, gpu)]
+    return [*model_order(spec, bucket, gpu, candidates(spec, bucket, gpu))]
 
 
 def search_starts(

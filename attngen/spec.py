@@ -37,6 +37,8 @@ PRECISIONS = ("ieee", "tf32")
 FP8_SCALES = (None, "tensor", "head", "block")
 SCALE_ROWS = 128
 """Rows that share a scale with fp8_scale="block"."""
+MAP_TILE = 128
+"""Rows and keys of a tile of a block map."""
 DESCALES = ("q_descale", "k_descale", "v_descale")
 GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
 AUX = ("max_logit", "col_sum", "entropy")
@@ -44,11 +46,6 @@ AUX = ("max_logit", "col_sum", "entropy")
 FUNCTIONS = ("score_mod", "mask_mod")
 PACKED_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 """Of packed sequences; a call may leave the last two out."""
-
-# Fields of the public spec whose kernels are not built yet, with what each would bring.
-_NOT_BUILT = {
-    "block_map": "block maps",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,15 +101,19 @@ class AttentionSpec:
             denominator gains exp(sink); its lse does not.
         score_mod: score_mod(score, b, h, q_idx, k_idx), as FlexAttention has it: what becomes of
             each score after softcap, bias and ALiBi. Arguments are tensors of no dims: a float32
-            score, and int32 numbers of batch row, query head, query and key, counted in the whole
-            sequence (q_start, batch_start and the rest move them; bottom-right alignment does not).
-            It returns a float; -inf hides the key. The function is called once, here; the field
-            then holds what it computes as text, so that equal functions make equal specs, and such
-            a text is taken in its place. Python numbers become part of it. Tensors it reads, each
-            by one index a dim, are inputs: those seen here, unless a call has aux_tensors=. A
-            negative index counts from the end; one out of range reads the nearest entry.
-            Differentiable, floating tensors included. templates/README.md lists the operators.
+            score, and int32 numbers of batch row (or packed sequence), query head, query and key,
+            counted in the whole sequence (q_start, batch_start and the rest move them; bottom-right
+            alignment does not). It returns a float; -inf hides the key. The function is called
+            once, here; the field then holds what it computes as text, so that equal functions make
+            equal specs, and such a text is taken in its place. Python numbers become part of it.
+            Tensors it reads, each by one index a dim, are inputs: those seen here, unless a call
+            has aux_tensors=. A negative index counts from the end; one out of range reads the
+            nearest entry. Differentiable, floating tensors included. templates/README.md lists the
+            operators.
         mask_mod: mask_mod(b, h, q_idx, k_idx), likewise; returns a bool, and False hides the key.
+        block_map: calls take block_map, which `attngen.make_block_map` makes once: which tiles of
+            scores mask_mod, with `causal`, `window` and `chunk`, leaves empty, and which it leaves
+            whole. Empty ones are never read, and whole ones computed without a mask.
         layout: "bhsd" (batch, heads, seqlen, dim), "bshd" (batch, seqlen, heads, dim), or "thd":
             packed sequences, q (total_q, heads, dim) and so on, whose calls take cu_seqlens_q and
             cu_seqlens_k. Positions, masks and alignments are those of each sequence.
@@ -204,11 +205,7 @@ class AttentionSpec:
         if self.paged is True:  # which has lengths anyway
             put("key_lengths", False if self.key_lengths is True else self.key_lengths)
         _validate(self)
-        reasons = [
-            f"{name} ({what}) is not built yet"
-            for name, what in _NOT_BUILT.items()
-            if getattr(self, name) is not None and getattr(self, name) is not False
-        ]
+        reasons: list[str] = []
         if self.is_fp8:
             named = {"attn_mask": self.attn_mask, "bias": self.bias, "alibi": self.alibi}
             named["sinks"] = self.sinks
@@ -222,11 +219,14 @@ class AttentionSpec:
             reasons.append(
                 "aux=col_sum with FP8 inputs is not built yet; dequantise them and use bfloat16"
             )
-        if (self.has_masks or self.has_functions) and "col_sum" in self.aux:
-            reasons.append(
-                "aux=col_sum under prefix_lm, documents, tree_mask, score_mod or mask_mod is not "
-                "built yet; say it by attn_mask and bias"
-            )
+        if self.block_map and "col_sum" in self.aux:
+            reasons.append("aux=col_sum with block_map is not built yet; leave one of them out")
+        if self.block_map:
+            reasons += [
+                f"block_map with {name} is not built yet; say it by mask_mod"
+                for name in ("prefix_lm", "documents", "tree_mask")
+                if getattr(self, name)
+            ]
         if self.is_packed:
             reasons += _unpacked(self)
         if self.has_lengths or self.shared_kv:
@@ -332,6 +332,14 @@ class AttentionSpec:
         """The tensors that functions read: score_mod's, then mask_mod's."""
         functions = (self.score_function, self.mask_function)
         return tuple(aux for each in functions if each is not None for aux in each.aux)
+
+    @property
+    def map_loops(self) -> list[tuple[str, str, bool]]:
+        """The loops over the tiles that a block map lists: where each begins and ends, and whether
+        its tiles are masked ones."""
+        if self.has_score_entries or self.score_mod is not None:
+            return [("0", "num_listed", True)]
+        return [("0", "num_partial", True), ("num_partial", "num_listed", False)]
 
     @property
     def captured(self) -> tuple[Any, ...] | None:
@@ -508,6 +516,12 @@ class AttentionSpec:
         return self.sinks and self.is_exact
 
     @property
+    def subtracts_lse(self) -> bool:
+        """The backward subtracts lse from a score before it changes to base 2: where P is large
+        nothing is rounded then, but one instruction is added."""
+        return self.is_exact and self.adds_to_scores
+
+    @property
     def row_numbers(self) -> int:
         """How many numbers of each query row the backward's first kernel hands to the others."""
         return 3 if self.weighs_rows else 2
@@ -540,6 +554,7 @@ class AttentionSpec:
             "doc_ids_q": self.documents,
             "doc_ids_k": self.documents,
             "tree_mask": self.tree_mask,
+            "block_map": self.block_map,
             **dict.fromkeys(PACKED_ARGS, self.is_packed),
         }
         names = tuple(name for name, is_given in given.items() if is_given)
@@ -735,6 +750,11 @@ def _validate(spec: AttentionSpec) -> None:
     for name, field in FIELDS.items():
         if field.type == "bool":
             flag(name, getattr(spec, name))
+    if spec.block_map and spec.mask_mod is None:
+        raise SpecError(
+            "block_map=True needs mask_mod, whose tiles it lists, got mask_mod=None; add mask_mod, "
+            "or leave block_map out: causal, window and chunk skip tiles without one"
+        )
 
 
 def function_text(name: str, value: Any) -> Any:
@@ -762,12 +782,14 @@ def no_pairs(name: str) -> str:
 def _unpacked(spec: AttentionSpec) -> list[str]:
     """What packed sequences cannot have."""
     why = [no_pairs(name) for name in ("attn_mask", "bias") if getattr(spec, name)]
-    beside = ("prefix_lm", "documents", "tree_mask", "score_mod", "mask_mod", "aux")
+    beside = ("documents", "tree_mask", "block_map")
     why += [
         f'{name} with layout="thd" is not built yet; call once for each sequence'
         for name in beside
         if getattr(spec, name)
     ]
+    if "col_sum" in spec.aux:
+        why.append('aux=col_sum with layout="thd" is not built yet; call once for each sequence')
     if spec.is_fp8:
         why.append('FP8 inputs with layout="thd" are not built yet; dequantise them')
     return why

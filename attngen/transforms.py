@@ -115,7 +115,7 @@ def _fold_extra(
     each = zip(spec.tensor_args, extra, dims or (None,) * len(extra), strict=True)
     return [
         _fold_scores(x, dim, size, batch, name in wanted)
-        if name in SCORE_FIELDS or (name in MASK_FIELDS and name != "prefix_lens")
+        if name in (*SCORE_FIELDS, "block_map") or (name in MASK_FIELDS and name != "prefix_lens")
         else _fold_one(spec, name, x, dim, size)
         for name, x, dim in each
     ]

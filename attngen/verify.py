@@ -15,6 +15,7 @@ from torch import Tensor
 
 from attngen import packed, packed_reference, reference
 from attngen.api import compile
+from attngen.block_map import map_of
 from attngen.errors import UnsupportedSpecError
 from attngen.fp8 import quantize, spread
 from attngen.mask_rules import made
@@ -162,6 +163,8 @@ def _attend(
     tensors: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
     if spec.has_functions:
         tensors["aux_tensors"] = tuple(tensors.pop(name) for name in spec.aux_args)
+    if spec.block_map:
+        tensors["block_map"] = map_of(spec, q, k, tensors["aux_tensors"])
     out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **tensors)
     return out, lse
 
@@ -183,8 +186,10 @@ def _attend_packed(
         at = Sequences.of(*offsets)
         return packed_reference.yardstick(spec, q, k, v, narrow, at, **beside, seed=SEED)
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (q, k, v))
-    named: dict[str, Any] = dict(zip(PACKED_ARGS, offsets, strict=False))
-    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **named, **beside)
+    named: dict[str, Any] = beside | dict(zip(PACKED_ARGS, offsets, strict=False))
+    if spec.has_functions:
+        named["aux_tensors"] = tuple(named.pop(name) for name in spec.aux_args)
+    out, lse = compile(spec)(q, k, v, return_lse=True, dropout_seed=SEED, **named)
     return out.transpose(0, 1)[None], lse.transpose(0, 1)[None]
 
 

@@ -13,9 +13,10 @@ from attngen.errors import SpecError, nearest
 from attngen.spec import AttentionSpec
 from attngen.values import shown, whole
 
-Direction = Literal["fwd", "bwd", "jvp", "decode"]
+Direction = Literal["fwd", "bwd", "jvp", "map", "decode"]
 DIRECTIONS: tuple[Direction, ...] = ("fwd", "bwd")
-"""Those that a call has: "jvp", the forward with tangents, runs by default configs."""
+"""Those that a call has: "jvp", the forward with tangents, runs by default configs, and "map", the
+kernel of block maps, by one."""
 FAMILIES: tuple[Direction, ...] = (*DIRECTIONS, "decode")
 """Kernels that are tuned: "decode" serves forwards of few query rows (`attngen.decode`)."""
 

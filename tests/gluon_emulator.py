@@ -288,9 +288,12 @@ def _store(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> None
     pointer.memory[at] = _values(pointer, value, seen)
 
 
-def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> None:
+def _atomic_add(pointer: Pointer, value: Any, mask: Any = None, **hints: Any) -> Tensor:
+    """What was there before, for elements of which no two have one place."""
     at, seen = pointer.reach(mask)
+    before = _load(pointer, mask)
     pointer.memory.index_put_((at,), _values(pointer, value, seen), accumulate=True)
+    return before
 
 
 def _program_id(axis: int) -> Tensor:

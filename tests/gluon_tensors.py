@@ -447,22 +447,33 @@ class Descriptor:
         self.shape = [as_tensor(int(size)) for size in host.shape]
         self.strides = [as_tensor(int(stride)) for stride in host.strides]
         self.handle = self
-        self._memory = host.base.detach().as_strided(tuple(host.shape), tuple(host.strides))
+        self._memory = host.base.detach()
+        self._sizes = [int(size) for size in host.shape]
+        self._steps = [int(stride) for stride in host.strides]
         self._padding = 0.0 if host.padding == "zero" else float("nan")
 
     def windows(self, coordinates: Sequence[Any]) -> tuple[Any, tuple[slice, ...]]:
         """The part of the tensor that a box covers, and where in the box that part lies."""
         if len(coordinates) != len(self.block_shape):
             raise Fault(f"{len(coordinates)} coordinates for a box {self.block_shape}")
-        outer, inner = [], []
-        sizes = zip(coordinates, self.block_shape, self._memory.shape, strict=True)
-        for coordinate, block, size in sizes:
+        sizes, inner, offset = [], [], 0
+        given = zip(coordinates, self.block_shape, self._sizes, self._steps, strict=True)
+        for coordinate, block, size, step in given:
             start = int(coordinate)
             low = min(max(start, 0), size)
             high = max(min(start + block, size), low)
-            outer.append(slice(low, high))
+            sizes.append(high - low)
             inner.append(slice(low - start, high - start) if high > low else slice(0, 0))
-        return self._memory[tuple(outer)], tuple(inner)
+            offset += low * step
+        if 0 in sizes:
+            return self._memory.new_empty(sizes), tuple(inner)
+        offset %= 2**64 // self._memory.element_size()  # as addresses wrap around
+        steps = [step if size > 1 else 1 for step, size in zip(self._steps, sizes, strict=True)]
+        offset += self._memory.storage_offset()
+        try:
+            return self._memory.as_strided(sizes, steps, offset), tuple(inner)
+        except RuntimeError as error:
+            raise Fault(f"a box at {[int(c) for c in coordinates]} leaves the memory") from error
 
     def check(self, box: Shared) -> None:
         if (

@@ -159,6 +159,10 @@ def assert_exact(
         ("out", out, right.out, yard.out, q.dtype),
         ("lse", lse, right.lse, yard.lse, lse.dtype),
     ]
+    yards = [yard_grads, _by_rounded_lse(right, inputs, fixed, named, do, dlse)]
+    if narrow is not None and "sinks" in inputs:
+        yards.append({"sinks": _sinks_gradient(right, inputs["sinks"], do, narrow)})
+    yard_grads = _added(right_grads, yards)
     rows += [
         (f"d{name}", grad, right_grads[name], yard_grads[name], inputs[name].dtype)
         for name, grad in zip(inputs, got, strict=True)
@@ -169,6 +173,45 @@ def assert_exact(
             dtype = max(dtype, q.dtype, key=lambda each: torch.finfo(each).eps)
         good, why = oracle.judge(actual, want, dtype, yard=about)
         assert good, f"{name}: {why}"
+
+
+def _added(right: dict[str, Tensor], yards: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A yardstick that has the errors of several, of causes that a backward pass has all of."""
+    return {
+        name: x + sum((yard[name] - x).abs() for yard in yards if name in yard)
+        for name, x in right.items()
+    }
+
+
+def _by_rounded_lse(
+    right: Any,
+    inputs: dict[str, Tensor],
+    fixed: dict[str, Tensor],
+    named: dict[str, Any],
+    do: Tensor,
+    dlse: Tensor | None,
+) -> dict[str, Tensor]:
+    """Exact gradients, but of P = exp(s - lse) with lse in float32, as every backward pass has it
+    that keeps no P: a row's P, and so all that it adds, is too large by one factor."""
+    lse = right.lse.detach()
+    excess = torch.exp(lse - lse.float().double()).where(lse.isfinite(), 1.0)
+    _, grads = oracle.gradients(
+        lambda **x: oracle.attention(**x, **fixed, **named),
+        inputs,
+        do.double() * excess[..., None],
+        None if dlse is None else dlse.double() * excess,
+    )
+    return grads
+
+
+def _sinks_gradient(right: Any, sinks: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
+    """From the exact out and lse, out rounded as a backward pass has it: -P_sink rowsum(out * do),
+    summed over rows."""
+    sinks = sinks.detach().double()
+    weight = torch.sigmoid((sinks[:, None] if sinks.dim() == 1 else sinks[:, :, None]) - right.lse)
+    each = -weight * (right.out.to(dtype).double() * do.double()).sum(-1)
+    each = each.where(right.lse != float("-inf"), 0.0).sum(-1)
+    return each.sum_to_size(sinks.shape).detach()
 
 
 def assert_close(actual: Iterable[Tensor], wanted: Iterable[Tensor], atol: float = 2e-5) -> None:

@@ -70,7 +70,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str, str]] =
         "agree in heads and length",
     ),
     "head-dim-of-k": (_call(k=lambda k: k[..., :8]), attngen.SpecError, "8", "must be equal"),
-    "unknown-argument": (_call(biaz=None), attngen.SpecError, "'biaz'", "tensor arguments: block_"),
+    "unknown-argument": (_call(biaz=None), attngen.SpecError, "'biaz'", "options: "),
     "dropout-above-1": (_call(dropout_p=1.5), attngen.SpecError, "1.5", "from 0 to 1"),
     "dropout-negative": (_call(dropout_p=-0.1), attngen.SpecError, "-0.1", "from 0 to 1"),
     "dropout-nan": (_call(dropout_p=math.nan), attngen.SpecError, "nan", "from 0 to 1"),

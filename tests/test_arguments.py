@@ -547,7 +547,7 @@ def test_copies_of_specs_and_attentions_are_equal_and_work(again: Callable[[Any]
 
 @pytest.mark.parametrize("direction", ["sideways", "FWD", None, 5, ["fwd"]], ids=str)
 def test_unknown_direction_lists_the_allowed_ones(direction: Any) -> None:
-    pieces = (repr(direction), "'fwd' or 'bwd'")
+    pieces = (repr(direction), "'fwd', 'bwd' or 'decode'")
     attn = attngen.compile(SPEC)
     refused(lambda: attn.source(direction), attngen.SpecError, *pieces)
     refused(lambda: attn.explain(Q, Q, Q).source(direction), attngen.SpecError, *pieces)

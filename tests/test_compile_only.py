@@ -49,6 +49,11 @@ SPECS = {
         "t3:index aux1 h;t4:not t3;or t2 t4",
         "dropout_p": 0.1,
     },
+    "block-map": {
+        "mask_mod": "aux0:long2;t0:index aux0 b q;t1:index aux0 b k;eq t0 t1",
+        "block_map": True,
+        "causal": True,
+    },
     "float32": {"dtype": "float32", "head_dim": 32, "causal": True},
     "packed": {"layout": "thd", "causal": True, "alibi": True, "sinks": True, "dropout_p": 0.1},
     "e5m2-block": {"dtype": "float8_e5m2", "fp8_scale": "block", "causal": True},
@@ -207,6 +212,7 @@ def test_hopper_lowering_compiles() -> None:
         {"window": (63, 31), "softcap": 30.0},
         {"head_dim": 192, "head_dim_v": 128, "causal": True},
         {"head_dim": 256, "causal": True, "window": (511, 0)},
+        {"layout": "thd", "causal": True, "sinks": True},
     ],
     ids=str,
 )

@@ -394,6 +394,10 @@ def test_explain_names_the_family() -> None:
     found = attend.explain(q, k, v)
     assert [each.bucket.direction for each in found.choices] == ["decode", "bwd"]
     assert "def attn_decode" in attend.source("fwd", Workload(1, 4, 2, 1, 64))
+    keys, table = _paged(k, (64,), 32)
+    paged = attngen.compile(AttentionSpec(head_dim=16, dtype="float32", paged=True))
+    (only,) = paged.explain(q, keys, keys, block_table=table).choices
+    assert only.bucket.key == "decode-q1-k128-bh4-g2-w0-p32"
     assert default(attend.spec, found.choices[0].bucket, INTERPRETER).direction == "decode"
 
 

@@ -418,6 +418,27 @@ FP8_FORWARD = [
     ),
     pytest.param((128, 64), {"fp8_scale": "block", **E4M3}, (65, 300), QUIET, id="d128-v64"),
     pytest.param(
+        64,
+        {"fp8_scale": "tensor", "causal": True, **E4M3},
+        (300, 450),
+        {**QUIET, "consumers": 3, "turns": True, "turn_ends": "products"},
+        id="turns-of-products",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "tensor", **E4M3},
+        (300, 450),
+        {**QUIET, "turns": True, "turn_ends": "scores"},
+        id="turns-of-scores",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "tensor", **E4M3},
+        (150, 450),
+        {"turns": True, "turn_ends": "scores"},
+        id="turns-of-scores-overlap",
+    ),
+    pytest.param(
         256, {"fp8_scale": "tensor", "causal": True, **E4M3}, (130,), QUIET, id="d256-causal"
     ),
 ]

@@ -676,7 +676,6 @@ def test_option_is_honoured(path: str, options: dict[str, Any]) -> None:
 
 UNBUILT_FIELDS: dict[str, Any] = {
     "paged": True,
-    "block_map": True,
 }
 
 
@@ -688,7 +687,6 @@ def test_spec_field_that_is_not_built_is_refused(field: str) -> None:
 
 UNBUILT_TENSORS = [
     "block_table",
-    "block_map",
 ]
 
 

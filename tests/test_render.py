@@ -7,6 +7,7 @@ import itertools
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,12 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "bwd_atomic": ({}, BWD_ATOMIC),
     "bwd_causal_dropout": ({"causal": True, "dropout_p": 0.1}, BWD),
     "fwd_hopper": ({"causal": True}, HopperFwdConfig(turns=True, q_buffers=2)),
+    "fwd_hopper_packed": (
+        {"layout": "thd", "causal": True},
+        HopperFwdConfig(turns=True, q_buffers=2),
+    ),
     "bwd_hopper_atomic": ({"causal": True}, HopperBwdConfig(dq="atomic")),
+    "bwd_hopper_packed": ({"layout": "thd", "causal": True}, HopperBwdConfig(dq="atomic")),
     "bwd_hopper_kernel": ({"head_dim": 256}, HopperBwdConfig(dq_v_stages=1)),
 }
 
@@ -217,6 +223,9 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config
+        packed = replace(spec, layout="thd")
+        for config in (*hopper_variants(packed, "fwd"), *hopper_variants(packed, "bwd")):
+            yield packed, config
 
 
 @pytest.mark.parametrize(

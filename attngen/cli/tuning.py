@@ -127,7 +127,8 @@ def tune(
     again = again or revalidate
     if dry_run:
         for job in plan.jobs:
-            lowering.required(job.spec, device_to_tune(gpu))
+            for each in job.directions:
+                lowering.required(job.spec, device_to_tune(gpu), each)
         show_plan(plan, gpu, db, budget, skip_stored=whole_model and not again, as_json=as_json)
         return
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from attngen import packed
-from attngen.calls import partials, side_memory, side_outputs, transposed
+from attngen.block_map import map_of, num_entries
+from attngen.calls import order_of, partials, side_memory, side_outputs, transposed
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.decode import DecodeConfig
@@ -74,6 +75,12 @@ class Case:
     """Of decode, by shape."""
     offsets: tuple[Tensor, Tensor] | None = None
     """cu_seqlens_q and cu_seqlens_k of packed sequences, which are of uneven lengths."""
+    order: Tensor | None = None
+    """Scratch of the hopper lowering's forward for these."""
+    padded_rows: Tensor | None = None
+    """And of its backward, instead of `rows`."""
+    tiles: Tensor | None = None
+    """The lists of a block map."""
 
     @property
     def sequences(self) -> Sequences:
@@ -131,6 +138,8 @@ class Case:
                 named[name] = tensor
             else:
                 named[name] = tensor.expand(scores if tensor.dim() == 4 else heads)
+        if self.tiles is not None:
+            named["block_map"] = self.tiles.expand(*heads, self.tiles.shape[2])
         if self.dbias is not None:
             named["dbias"] = self.dbias.expand(scores)
         if self.slope_sums is not None:
@@ -143,9 +152,13 @@ class Case:
         if isinstance(config, DecodeConfig):
             return self.q, *self._keys, self.out, self.lse, *self._partials(config)
         if config.direction == "fwd":
-            made = (self.v_t,) if self.spec.is_fp8 and config.lowering == "hopper" else ()
+            made: tuple[Tensor | None, ...] = ()
+            if config.lowering == "hopper":
+                made = (self.v_t,) if self.spec.is_fp8 else made
+                made = (self.order,) if self.spec.is_packed else made
             return self.q, self.k, self.v, self.out, self.lse, *self.sides, *made, *documents
-        scratch = (self.rows, self.dq_sum) if config.sums_dq else (self.rows,)
+        rows = self.padded_rows if config.lowering == "hopper" and self.offsets else self.rows
+        scratch = (rows, self.dq_sum) if config.sums_dq else (rows,)
         made = (self.dq, self.dk, self.dv, *scratch, *documents)
         return self.q, self.k, self.v, self.out, self.lse, self.do, None, *made
 
@@ -169,7 +182,8 @@ class Case:
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
         if config.direction != "bwd":
-            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides), strict=True)
+            at = None if self.offsets is None else self.offsets[0]
+            sides = zip(self.spec.aux, side_outputs(self.spec.aux, self.sides, at), strict=True)
             return {"out": self.out, "lse": self.lse, **dict(sides)}
         named = {name: getattr(self, name) for name in ("dq", "dk", "dv")}
         if self.dbias is not None:
@@ -185,7 +199,7 @@ class Case:
         it adds to with 0."""
         written = [self.out, self.lse, self.v_t, *self.sides]
         if config.direction == "bwd":
-            written = [self.dq, self.dk, self.dv, self.rows, self.dq_sum]
+            written = [self.dq, self.dk, self.dv, self.rows, self.padded_rows, self.dq_sum]
         sums = [self.dbias, self.slope_sums, *self.daux.values()]
         for tensors, value in ((written, float("nan")), (sums, 0.0)):
             for tensor in tensors:
@@ -266,6 +280,9 @@ def make(
             "rows": numbers(batch, heads, spec.row_numbers, _up(rows, _SCRATCH_ROWS)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
+        if spec.is_packed:
+            padded = packed.padded_rows(rows, workload.batch)
+            named["padded_rows"] = numbers(1, heads, spec.row_numbers, padded)
     beside = beside_of(spec, workload, device, generator, shares_scores=shares_scores)
     if backward and learns_scores and spec.bias:
         named["dbias"] = numbers(*beside["bias"].shape)
@@ -280,6 +297,11 @@ def make(
     if spec.is_fp8:
         rounded, descales = _quantized(spec, q, k, v)
         q, k, v = (narrowed(x, values) for x, values in zip((q, k, v), rounded, strict=True))
+    lists = None
+    if spec.block_map:
+        aux = tuple(beside[name] for name in spec.aux_args)
+        lists = torch.empty(1, 1, num_entries(rows, keys), dtype=torch.int32, device=device)
+        lists = lists if device == "meta" else map_of(spec, q, k, aux).lists
     tiles = None
     if spec.documents:
         tiles = torch.empty(document_scratch(batch, rows, keys), dtype=torch.int64, device=device)
@@ -303,6 +325,8 @@ def make(
         daux=daux,
         offsets=offsets,
         pages=pages,
+        order=order_of(workload.batch).make(q) if spec.is_packed else None,
+        tiles=lists,
         **named,
     )
 

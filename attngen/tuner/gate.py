@@ -161,7 +161,11 @@ def _whole(each: Case, dtype: torch.dtype) -> dict[str, Tensor]:
         narrow = _narrow(each)
         out, lse = reference.yardstick(each.spec, q, k, v, narrow, **beside, seed=each.seed)
     named = {"out": out.detach(), "lse": lse.detach()}
-    named |= reference.side_outputs(each.spec, q, k, **each.beside, math_dtype=dtype)
+    how = {**each.beside, "math_dtype": dtype}
+    if each.offsets is not None:
+        named |= packed_reference.side_outputs(each.spec, q, k, each.sequences, **how)
+    else:
+        named |= reference.side_outputs(each.spec, q, k, **how)
     if each.do is not None:
         grads = reference.gradients(out, lse, tuple(leaves.values()), each.do)
         named |= zip(leaves, grads, strict=True)

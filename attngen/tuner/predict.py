@@ -17,7 +17,7 @@ from attngen import config as configs
 from attngen.config import KernelConfig
 from attngen.errors import NoFeasibleConfigError
 from attngen.records import Provenance, Record, now
-from attngen.search_space import candidates, model_order
+from attngen.search_space import portable_order
 from attngen.store import Outcome, Store
 from attngen.tuner.report import TuneReport
 from attngen.tuner.seeds import best_configs
@@ -86,9 +86,7 @@ class Prediction:
         self._reasons |= {trial.config_key: trial.reason or "" for trial in known.values()}
         known_best = best_configs(self._store, job.spec, job.key, job.bucket, job.gpu, job.workload)
         stored = [config for config in known_best if config.lowering == "triton"]
-        order = model_order(
-            job.spec, job.bucket, job.gpu, candidates(job.spec, job.bucket, job.gpu)
-        )
+        order = portable_order(job.spec, job.bucket, job.gpu)
         every: dict[KernelConfig, None] = dict.fromkeys([*stored, *order])
         return [config for config in every if config not in known][: self._limit()]
 

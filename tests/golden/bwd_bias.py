@@ -191,10 +191,19 @@ def put_scores(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     ADDS: tl.constexpr,
+    SUMS_ROWS: tl.constexpr,
+    SUMS_COLUMNS: tl.constexpr,
 ):
-    """Write a tile of one head of dbias, or add it where several scores share an entry."""
+    """Write a tile of one head of dbias, or add it where several scores share an entry: its sum
+    over rows or columns where all of them do, so that fewer are added one by one."""
     rows = start_row + tl.arange(0, ROWS)
     columns = start_column + tl.arange(0, COLUMNS)
+    if SUMS_ROWS:
+        value = tl.sum(tl.where(rows[:, None] < num_rows, value, 0.0), 0)[None, :]
+        rows = start_row + tl.arange(0, 1)
+    if SUMS_COLUMNS:
+        value = tl.sum(tl.where(columns[None, :] < num_columns, value, 0.0), 1)[:, None]
+        columns = start_column + tl.arange(0, 1)
     ptrs = head_ptr + rows[:, None] * tl.cast(stride_row, tl.int64)
     ptrs += columns[None, :] * tl.cast(stride_column, tl.int64)
     inside = (rows < num_rows)[:, None] & (columns < num_columns)[None, :]
@@ -306,6 +315,8 @@ def walk_queries(
     PARTIAL: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
     DBIAS_ADDS: tl.constexpr,
+    DBIAS_SUMS_M: tl.constexpr,
+    DBIAS_SUMS_N: tl.constexpr,
 ):
     """Add what the query tiles lo .. hi give to dk and dv of one key tile.
 
@@ -377,6 +388,8 @@ def walk_queries(
                 BLOCK_N,
                 BLOCK_M,
                 DBIAS_ADDS,
+                DBIAS_SUMS_N,
+                DBIAS_SUMS_M,
             )
         if PARTIAL:
             ds = tl.where(keep, ds, 0.0)
@@ -438,6 +451,8 @@ def attn_bwd_dkdv(
     BLOCK_N: tl.constexpr,
     HAS_DBIAS: tl.constexpr,
     DBIAS_ADDS: tl.constexpr,
+    DBIAS_SUMS_M: tl.constexpr,
+    DBIAS_SUMS_N: tl.constexpr,
 ):
     """One program: dk and dv of BLOCK_N keys, summed in float32 over the query heads that share
     them."""
@@ -520,6 +535,8 @@ def attn_bwd_dkdv(
             PARTIAL=True,
             HAS_DBIAS=HAS_DBIAS,
             DBIAS_ADDS=DBIAS_ADDS,
+            DBIAS_SUMS_M=DBIAS_SUMS_M,
+            DBIAS_SUMS_N=DBIAS_SUMS_N,
         )
 
     dk_head = dk_ptr + batch * tl.cast(stride_dkb, tl.int64)
@@ -916,6 +933,8 @@ def plan(
         **config_dkdv,
         "HAS_DBIAS": dbias is not None,
         "DBIAS_ADDS": dbias is not None and repeats(dbias),
+        "DBIAS_SUMS_M": dbias is not None and dbias.stride(2) == 0,
+        "DBIAS_SUMS_N": dbias is not None and dbias.stride(3) == 0,
     }
     first = {"BLOCK_M": 64, "HAS_DLSE": dlse is not None}
     return [

@@ -220,10 +220,12 @@ def attn_decode(
             size = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0), BLOCK_N), num_splits) * BLOCK_N
         begin += split * size
         end = tl.minimum(hi, begin + size)
-        out_ptr = partials_ptr + split.to(tl.int64) * num_rows * (HEAD_DIM_V + 1)
-        lse_ptr = out_ptr + num_rows.to(tl.int64) * HEAD_DIM_V
+        out_ptr = partials_ptr + split.to(tl.int64) * num_rows * (HEAD_DIM_V + 2)
+        l_ptr = out_ptr + num_rows.to(tl.int64) * HEAD_DIM_V
+        m_ptr = l_ptr + num_rows
         if begin >= end:  # a split behind the last key
-            tl.store(lse_ptr + row, float("-inf"), is_row)
+            tl.store(l_ptr + row, 0.0, is_row)
+            tl.store(m_ptr + row, float("-inf"), is_row)
             return
 
     q_rows = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh) + row_q * whole(stride_qs)
@@ -258,10 +260,12 @@ def attn_decode(
     l_safe = tl.where(seen, l_i, 1.0)
     norm = tl.where(seen, 1.0 / l_safe, 0.0)
     lse = tl.where(seen, (m_i * exp_scale + tl.log2(l_safe)) / LOG2E, float("-inf"))
-    tl.store(lse_ptr + row, lse, is_row)
-    if IS_SPLIT:
+    if IS_SPLIT:  # m_i and l_i, as lse would round what maxima of 1e5 differ by
+        tl.store(l_ptr + row, l_i, is_row)
+        tl.store(m_ptr + row, m_i, is_row)
         out_rows = out_ptr + row * HEAD_DIM_V
     else:
+        tl.store(lse_ptr + row, lse, is_row)
         out_rows = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
         out_rows += row_q * tl.cast(stride_os, tl.int64)
     columns = 0 + tl.arange(0, 512)
@@ -282,36 +286,39 @@ def attn_decode_merge(
     num_heads_q,
     num_rows,
     seqlen_q,
+    exp_scale,
 ):
     """One program: a row of out, from what the splits gave; those that saw no key count for
     nothing."""
     row = tl.program_id(0)
     batch = (row // seqlen_q // num_heads_q).to(tl.int64)
     head_q = row // seqlen_q % num_heads_q
-    stride = num_rows.to(tl.int64) * (HEAD_DIM_V + 1)  # from split to split
-    lses_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
+    stride = num_rows.to(tl.int64) * (HEAD_DIM_V + 2)  # from split to split
+    l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
+    m_ptr = l_ptr + num_rows
     top = float("-inf")
     for first in range(0, num_splits, MERGED):
         splits = first + tl.arange(0, MERGED)
-        lses = tl.load(lses_ptr + splits * stride, splits < num_splits, float("-inf"))
-        top = tl.maximum(top, tl.max(lses, 0))
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        top = tl.maximum(top, tl.max(m_i, 0))
     safe = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
     acc = tl.zeros([512], tl.float32)
     for first in range(0, num_splits, MERGED):
         splits = first + tl.arange(0, MERGED)
-        lses = tl.load(lses_ptr + splits * stride, splits < num_splits, float("-inf"))
-        weights = tl.exp2((lses - safe) * LOG2E)
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
+        weights = l_i * tl.exp2((m_i - safe) * exp_scale)
         total += tl.sum(weights, 0)
         outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
         columns = 0 + tl.arange(0, 512)
-        inside = (lses != float("-inf"))[:, None]
+        inside = (l_i != 0.0)[:, None]
         outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 512]
         acc += tl.sum(outs * weights[:, None], 0)
     seen = total != 0.0
     safe_total = tl.where(seen, total, 1.0)
     norm = tl.where(seen, 1.0 / safe_total, 0.0)
-    lse = tl.where(seen, safe + tl.log2(safe_total) / LOG2E, float("-inf"))
+    lse = tl.where(seen, (safe * exp_scale + tl.log2(safe_total)) / LOG2E, float("-inf"))
     tl.store(lse_ptr + row, lse)
     out_row = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
     out_row += row % seqlen_q * tl.cast(stride_os, tl.int64)
@@ -337,7 +344,7 @@ def plan(
     of q, k and v must be multiples of 16 bytes.
     lse is (batch, heads, seqlen_q), float32, contiguous, natural log. Scales are positive.
     partials is scratch, float32, contiguous: (number of splits, batch * heads * seqlen_q *
-    (head_dim_v + 1)); None is one split.
+    (head_dim_v + 2)); None is one split.
     v is k's first columns, and is not read.
     """
     batch, num_heads_q, seqlen_q, _ = q.shape
@@ -379,6 +386,7 @@ def plan(
             num_heads_q,
             num_rows,
             seqlen_q,
+            exp_scale,
         )
         launches.append((attn_decode_merge, (num_rows, 1, 1), arguments, {"num_warps": 4}))
     return launches
@@ -432,7 +440,7 @@ def main():
     out = torch.empty_like(want, dtype=q.dtype)
     lse = torch.empty(want.shape[:3], device=q.device)
     splits = 4
-    partials = torch.empty(splits, lse.numel() * (HEAD_DIM_V.value + 1), device=q.device)
+    partials = torch.empty(splits, lse.numel() * (HEAD_DIM_V.value + 2), device=q.device)
     for scratch in (None, partials):
         launch(q, k, v, out, lse, scratch, **numbers)
         error = ((out.float() - want).norm() / want.norm()).item()

@@ -12,6 +12,8 @@ from test_packed import offsets
 from torch import Tensor
 
 import attngen
+from attngen import hopper, hopper_space, resolve
+from attngen.config import BwdConfig, FwdConfig
 from attngen.pinned import pinned
 from attngen.resolve import device_info
 from attngen.search_space import candidates
@@ -144,8 +146,9 @@ def test_calls_wait_for_nothing() -> None:
 
     step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with pytest.warns(UserWarning, match="prototype feature"):
+            torch.cuda.set_sync_debug_mode("error")
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -193,3 +196,107 @@ def test_offsets_out_of_order_touch_no_other_memory() -> None:
         cu = torch.tensor(values, dtype=torch.int32, device="cuda")
         results(q, k, v, do, cu, window=(9, 9), seqused_k=cu[1:].clone())
     torch.cuda.synchronize()
+
+
+def _hopper_results(
+    spec: AttentionSpec, tensors: list[Tensor], cu: Tensor, **options: Any
+) -> list[Tensor]:
+    """out and lse of the hopper lowering, whichever config it has for these sizes."""
+    q, k, v = (x.detach() for x in tensors[:3])
+    place = packed_workload(len(cu) - 1, q.shape[1], k.shape[1], len(q), len(k))
+    config = hopper_space.starts(spec, spec_bucket("fwd", spec, place), device_info(0))[0]
+    with pinned({"fwd": config}), torch.no_grad():
+        named = {"cu_seqlens_q": cu, "cu_seqlens_k": cu, "return_lse": True, **options}
+        return list(attngen.attention(q, k, v, **named))
+
+
+HOPPER = [
+    (64, {"causal": True}, 4),
+    (128, {}, 2),
+    (128, {"window": (100, 20)}, 4),
+    (96, {"causal": True, "softcap": 5.0}, 2),
+    (256, {"causal": True}, 4),
+]
+
+
+@pytest.mark.parametrize(("dim", "options", "heads_kv"), HOPPER, ids=str)
+def test_hopper_lowering(dim: int, options: Any, heads_kv: int) -> None:
+    """Beside the portable lowering, with 200 sequences of 0 to 995 tokens."""
+    spec = AttentionSpec(head_dim=dim, layout="thd", **options).text
+    if why := hopper.unserved(spec, device_info(0), "fwd"):
+        pytest.skip("; ".join(why))
+    lengths = [(n * 377) % 997 * (n % 4 != 1) for n in range(200)]
+    cu = offsets(lengths).cuda()
+    tensors = inputs(sum(lengths) + 70, 4, dim, heads_kv=heads_kv)
+    with pinned({"fwd": FwdConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)}):
+        want = results(*tensors, cu, **options)[:2]
+    found = _hopper_results(spec, tensors, cu, **options)
+    assert torch.equal(found[1].isneginf(), want[1].isneginf())
+    torch.testing.assert_close(found[0], want[0], atol=2e-2, rtol=1e-2)
+    torch.testing.assert_close(found[1], want[1], atol=1e-3, rtol=0)
+    for _ in range(20):
+        assert torch.equal(_hopper_results(spec, tensors, cu, **options)[0], found[0])
+
+
+@pytest.mark.parametrize("dq", ["kernel", "atomic"])
+@pytest.mark.parametrize(("dim", "options", "heads_kv"), HOPPER, ids=str)
+def test_hopper_backward(dim: int, options: Any, heads_kv: int, dq: str) -> None:
+    """Beside the portable lowering; NaN of some sequences reaches no other."""
+    spec = AttentionSpec(head_dim=dim, layout="thd", **options).text
+    if why := hopper.unserved(spec, device_info(0), "bwd"):
+        pytest.skip("; ".join(why))
+    lengths = [(n * 377) % 997 * (n % 4 != 1) for n in range(200)]
+    cu = offsets(lengths).cuda()
+    tensors = inputs(sum(lengths) + 70, 4, dim, heads_kv=heads_kv)
+    place = packed_workload(len(lengths), 4, heads_kv, len(tensors[0]), len(tensors[1]))
+    starts = hopper_space.starts(spec, spec_bucket("bwd", spec, place), device_info(0))
+    config = next(each for each in starts if each.sums_dq == (dq == "atomic"))
+    portable = BwdConfig(
+        block_m=32, block_n=32, num_warps=4, num_stages=1, dq_block_m=32, dq_block_n=32
+    )
+    with pinned({"bwd": portable}):
+        want = results(*tensors, cu, **options)[2:]
+    with pinned({"bwd": config}):
+        found = results(*tensors, cu, **options)[2:]
+        for one, other in zip(found, want, strict=True):
+            error = (one.float() - other.float()).norm() / other.float().norm()
+            assert error < 1e-2
+        again = results(*tensors, cu, **options)[2:]
+        first = 0 if dq == "kernel" else 1  # sums of dq have no fixed order
+        assert all(map(torch.equal, again[first:], found[first:]))
+        within = torch.zeros(len(tensors[0]), dtype=torch.bool, device="cuda")
+        with torch.no_grad():
+            for n in (3, 50, 198):
+                within[int(cu[n]) : int(cu[n + 1])] = True
+            for x in tensors:
+                x[within] = float("nan")
+        tainted = results(*tensors, cu, **options)[2:]
+    for one, other in zip(tainted[first:], found[first:], strict=True):
+        assert torch.equal(one[~within], other[~within])
+    assert tainted[0][~within].isfinite().all()
+
+
+def test_hopper_lowering_in_a_graph_whose_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(head_dim=64, layout="thd", causal=True).text
+    if why := hopper.unserved(spec, device_info(0), "fwd"):
+        pytest.skip("; ".join(why))
+    monkeypatch.setenv("ATTNGEN_LOWERING", "hopper")
+    resolve.reset()
+    cu, total = offsets([300, 28, 0, 972]).cuda(), 1300
+    q, k, v, _ = inputs(total, 4, 64)
+
+    def call(at: Tensor) -> Tensor:
+        with torch.no_grad():
+            return attngen.attention(q, k, v, cu_seqlens_q=at, cu_seqlens_k=at, causal=True)
+
+    call(cu)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = call(cu)
+    for lengths in ([1, 450, 840, 9], [1300, 0, 0, 0], [300, 28, 0, 972]):
+        cu.copy_(offsets(lengths))
+        graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(found, call(offsets(lengths).cuda()))
+    monkeypatch.undo()
+    resolve.reset()
