@@ -96,7 +96,8 @@ class Attention:
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
         # None where there is no dropout
-        self._drop_key = None if spec.has_lengths else replace(bare, dropout_p=0.5).text_key
+        has_none = spec.has_lengths or spec.shared_kv
+        self._drop_key = None if has_none else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
         self._mask = None
         if spec.block_map:
@@ -269,7 +270,8 @@ class Attention:
         if spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed):
             paged.check_fields(spec, seqused_k, block_table)
             lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
-            paged.refuse_beside(shard)
+            by_key = {"attn_mask": attn_mask, "bias": bias, "doc_ids_k": doc_ids_k}
+            paged.refuse_beside(shard, block_table, **by_key)
             seqused_k = None
         if spec.paged:
             k, v = paged.heads_first(k, v)
@@ -475,7 +477,8 @@ def attention(
     offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q)
     if block_table is not None or (seqused_k is not None and _is_dense(q, layout, offsets)):
         lengths = paged.lengths(seqused_k, block_table, *offsets)
-        paged.refuse_beside(shard)
+        by_key = {"attn_mask": attn_mask, "bias": bias, "doc_ids_k": doc_ids_k}
+        paged.refuse_beside(shard, block_table, **by_key)
         if block_table is not None:
             k, v = paged.heads_first(k, v)
         if isinstance(layout, str) and layout == "bshd":

@@ -319,7 +319,12 @@ def _refuse_gradients(*arguments: Any) -> Tensor:
         return torch.ops.attngen.append_kv(*arguments)  # type: ignore[no-any-return]  # torch.ops is untyped
 
 
+def _refuse_vmap(*arguments: Any) -> Any:
+    raise UnsupportedSpecError(["vmap over append_kv is not offered; fold samples into k's batch"])
+
+
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("append_kv", _append, _key)
 _LIBRARY.impl("append_kv", _refuse_gradients, "Autograd")
 torch.library.register_fake("attngen::append_kv", _fake, lib=_LIBRARY)
+torch.library.register_vmap("attngen::append_kv", _refuse_vmap, lib=_LIBRARY)

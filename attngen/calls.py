@@ -35,6 +35,7 @@ from attngen.packed import (
 )
 from attngen.resolve import device_index_of, on_reset, resolve
 from attngen.score_terms import Sums, placed
+from attngen.shared_kv import key_of
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket, in_chunk, packed_workload
@@ -119,6 +120,7 @@ def forward(
 ) -> list[Tensor]:
     """[out, lse] of `attngen::fwd`, and the side outputs of its spec."""
     inputs: Tensors = (q, k, v)
+    text_key = key_of(text_key, q, k, v)
     at = _layout(text_key, (*inputs, *extra), scalars, ints)
     call = _CALLS.get(at)
     if call is None or _is_off(*inputs, *extra):
@@ -158,6 +160,7 @@ def again(
     """[out, lse] of a layout that is known, and of a spec without further tensors; else None."""
     inputs = (q, k, v)
     try:
+        text_key = key_of(text_key, q, k, v)
         call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
     except (RuntimeError, TypeError):  # no strides, or sizes without a value
         return None

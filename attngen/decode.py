@@ -56,7 +56,7 @@ class DecodeConfig(NamedFields):
 
 def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
     """Does decode serve a forward of so many query rows?"""
-    if spec.has_lengths:
+    if spec.has_lengths or spec.shared_kv:
         return True
     return seqlen_q <= MAX_ROWS and not gives_way and not undecoded(spec)
 
@@ -107,11 +107,19 @@ def partial_shape(splits: int, rows: int, dim_v: int) -> tuple[int, int]:
     return splits, rows * (dim_v + 2)
 
 
-def footprint(spec: AttentionSpec, config: DecodeConfig) -> tuple[int, int]:
-    """(bytes of shared memory, registers a thread for accumulators and scores), by a formula."""
+def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -> tuple[int, int]:
+    """(bytes of shared memory, registers a thread for accumulators and scores), by a formula.
+
+    From 64 rows on, Hopper multiplies from shared memory: a tile stays there until it is done with,
+    and with several stages there are two at least.
+    """
     d, dv = (sum(part.width for part in parts) for parts in (spec.qk_parts, spec.v_parts))
     m, n, size = config.block_m, config.block_n, spec.element_size
-    shared = m * d * size + max(1, config.num_stages - 1) * n * (d + dv) * size
+    columns = d if spec.shared_kv else d + dv
+    buffers = max(1, config.num_stages - 1)
+    if m >= 64 and not spec.is_exact and capability >= 90:
+        buffers = max(min(2, config.num_stages), config.num_stages - spec.paged)
+    shared = m * d * size + buffers * n * columns * size
     registers = (m * dv + m * n) // (32 * config.num_warps)
     return shared, registers
 
@@ -135,7 +143,7 @@ def infeasible(spec: AttentionSpec, config: DecodeConfig, gpu: GpuInfo) -> list[
         why.append("split_keys=0 makes splits of other sizes in other batches: batch_invariant")
     if why or gpu.is_interpreter:
         return why
-    shared, registers = footprint(spec, config)
+    shared, registers = footprint(spec, config, gpu.capability)
     if shared > gpu.shared_memory:
         why.append(
             f"attn_decode needs about {shared} bytes of shared memory, {gpu.name} has "
@@ -165,14 +173,18 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
         sizes = [(64, 4, 4, 4), *sizes]
     elif long and not wide:
         sizes = [(128, 8 if block_m == _MIN_BLOCK else 4, 3, 1), *sizes]
+    if spec.shared_kv and wide:
+        sizes = [(32, 8, 3, 1), (32, 8, 2, 1), (16, 8, 1, 2)]
+        block_m = block_m if rows else 64  # of any size: heads that share k are many
     if spec.is_exact:
         sizes = [(32, 4, 1, 4), (16, 4, 1, 4)]
         block_m = 16
+    spills = block_m == 64 and max(spec.head_dim, spec.head_dim_v) > 64  # with 4 warps
     for n, warps, stages, programs in sizes:
         yield DecodeConfig(
             block_m=block_m,
             block_n=min(n, keys),
-            num_warps=warps,
+            num_warps=8 if spills else warps,
             num_stages=stages,
             programs_per_sm=1 if split_keys else programs,
             split_keys=split_keys,

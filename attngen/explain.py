@@ -12,11 +12,13 @@ from attngen.config import KernelConfig
 from attngen.decode import family
 from attngen.errors import SpecError
 from attngen.gpu import GpuInfo
+from attngen.identity import parsed
 from attngen.kernel import file_name
 from attngen.lookup import Found
 from attngen.memory import addressable, aligned
 from attngen.render import render
 from attngen.resolve import device_index_of, device_info, find
+from attngen.shared_kv import key_of
 from attngen.spec import AttentionSpec
 from attngen.workload import (
     DIRECTIONS,
@@ -151,8 +153,14 @@ def explain_call(
     where = device_info(device_index_of(q))
     page_size = k.shape[2] if spec.paged else 0
     made = explain_workload(spec, workload, gpu=where, page_size=page_size)
+    found = [*made.choices]
+    if not spec.shared_kv and parsed(key_of(spec.text_key, q, k, v)).shared_kv:
+        shared = replace(spec, shared_kv=True)
+        found[:1] = explain_workload(
+            shared, workload, gpu=where, page_size=page_size, directions=("fwd",)
+        ).choices
     choices = []
-    for choice in made.choices:
+    for choice in found:
         notes = list(choice.notes)
         config = choice.config
         if not addressable(*(aligned(x) for x in (q, k, v))):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-MAX_HEAD_DIM = 512
+MAX_HEAD_DIM = 576
+"""Of q and k: 512 + 64 columns, DeepSeek's MLA in its absorbed form."""
+MAX_HEAD_DIM_V = 512
 MIN_PART = 16
 MAX_PARTS = 3
 
@@ -47,3 +49,11 @@ def split_head_dim(dim: int) -> tuple[Part, ...]:
         Part(i, start, width, start + width > dim, str(i) if len(best) > 1 else "")
         for i, (start, width) in enumerate(zip(starts, best, strict=True))
     )
+
+
+def split_behind(first: tuple[Part, ...], dim: int) -> tuple[Part, ...]:
+    """Cut a head dim into these whole parts of its first columns, and parts of the rest."""
+    begin = sum(part.width for part in first)
+    rest = [(begin + x.start, x.width, x.padded) for x in split_head_dim(dim - begin)]
+    parts = [(x.start, x.width, x.padded) for x in first] + rest
+    return tuple(Part(n, *part, str(n)) for n, part in enumerate(parts))

@@ -151,6 +151,8 @@ def unserved_anywhere(spec: AttentionSpec, direction: Direction | None = None) -
         why.append("lowering=hopper has no dropout")
     if spec.has_lengths:
         why.append(f"lowering=hopper has no {'paged' if spec.paged else 'key_lengths'}")
+    if spec.shared_kv:
+        why.append("lowering=hopper has no shared_kv")
     asked = DIRECTIONS if direction is None else (direction,)
     if spec.is_packed and (missing := [each for each in asked if each not in PACKED]):
         which = " and ".join(missing)

@@ -45,6 +45,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("packed", spec.is_packed),
             ("paged", spec.paged),
             ("lengths", spec.key_lengths),
+            ("shared", spec.shared_kv),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),

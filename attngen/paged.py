@@ -79,8 +79,12 @@ def check_fields(spec: AttentionSpec, seqused_k: Any, block_table: Any) -> None:
         raise SpecError(f"the spec says {field}=True, but the call has no seqused_k; pass it")
 
 
-def refuse_beside(shard: tuple[Any, ...]) -> None:
-    """Refuse what keys of several lengths cannot have, of what a call brings."""
+def refuse_beside(shard: tuple[Any, ...], block_table: Any = None, **beside: Any) -> None:
+    """Refuse what keys of several lengths cannot have, of what a call brings, and of pages what has
+    an entry for each key."""
+    given = [name for name, x in beside.items() if x is not None]
+    if block_table is not None and given:
+        raise UnsupportedSpecError([f"{name} with paged is not built yet" for name in given])
     q_start, q_step, k_start, k_step, total_q, total_k = shard
     ordinary = q_start == 0 and q_step == 1 and k_start == 0 and k_step == 1
     if not (ordinary and total_q is None and total_k is None):

@@ -47,6 +47,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "fp8_scale": {"dtype": "float8_e4m3fn"},
     "precision": {"dtype": "float32"},
     "prefix_lm": {"causal": True},
+    "shared_kv": {"head_dim_v": 32},
     "block_map": {"mask_mod": _mask_mod},
 }
 

@@ -90,6 +90,7 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += [name for name, is_on in masks.items() if is_on]
     traits += ["packed"] if spec.is_packed else []
     traits += ["paged"] if spec.paged else ["lengths of keys"] if spec.key_lengths else []
+    traits += ["v in k"] if spec.shared_kv else []
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError, UnsupportedSpecError, nearest
-from attngen.head_dim import MAX_HEAD_DIM, Part, split_head_dim
+from attngen.head_dim import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Part, split_behind, split_head_dim
 from attngen.score_functions import Aux, Function, FunctionText, aux_parameters, read
 from attngen.values import (
     MAX_POSITION,
@@ -56,8 +56,8 @@ class AttentionSpec:
     j|)))) @ v`, per head.
 
     Args:
-        head_dim: columns of q and k, 1 to 512 (above 256 where shared memory allows).
-        head_dim_v: columns of v and out; default `head_dim`.
+        head_dim: columns of q and k, 1 to 576 (above 256 where shared memory allows).
+        head_dim_v: columns of v and out, 1 to 512; default `head_dim`.
         dtype: "float16", "bfloat16" or "float32" (torch dtypes are accepted). "float8_e4m3fn" or
             "float8_e5m2", together with fp8_scale: inputs as `attngen.quantize` makes them, and a
             bfloat16 out.
@@ -74,6 +74,10 @@ class AttentionSpec:
         key_lengths: calls take seqused_k (batch,): how many keys of each batch row are used, from
             the first on; the others are not read, whatever they hold. Queries are aligned with the
             last used key. Without gradients; packed sequences take seqused_k anyway.
+        shared_kv: v is k's first head_dim_v columns, `k[..., :head_dim_v]` of the very same memory,
+            which kernels then load once (multi-head latent attention in its absorbed form: 576 and
+            512). Each call is looked at, whatever its spec says, and one whose v lies elsewhere is
+            served as without: the field is for tuning, where there is no call to look at.
         prefix_lm: calls take prefix_lens (batch,), and a query also sees the keys at positions
             below its batch row's: key j iff j <= max(i, prefix_lens[b] - 1). Needs `causal`. A
             window's left side and chunks apply to those keys, too.
@@ -148,6 +152,7 @@ class AttentionSpec:
     layout: str = "bhsd"
     paged: bool = False
     key_lengths: bool = False
+    shared_kv: bool = False
     prefix_lm: bool = False
     documents: bool = False
     tree_mask: bool = False
@@ -224,7 +229,7 @@ class AttentionSpec:
             ]
         if self.is_packed:
             reasons += _unpacked(self)
-        if self.has_lengths:
+        if self.has_lengths or self.shared_kv:
             reasons += undecoded(self)
         if reasons:
             raise UnsupportedSpecError(reasons)
@@ -486,6 +491,8 @@ class AttentionSpec:
 
     @property
     def qk_parts(self) -> tuple[Part, ...]:
+        if self.shared_kv:
+            return split_behind(self.v_parts, self.head_dim)
         return split_head_dim(self.head_dim)
 
     @property
@@ -701,9 +708,11 @@ def _refuse_unknown(named: dict[str, Any]) -> None:
 
 
 def _validate(spec: AttentionSpec) -> None:
-    for name in ("head_dim", "head_dim_v"):
+    for name, most in (("head_dim", MAX_HEAD_DIM), ("head_dim_v", MAX_HEAD_DIM_V)):
         step = "split the heads or use a smaller head dim"
-        whole(name, getattr(spec, name), 1, MAX_HEAD_DIM, step)
+        if name == "head_dim_v" and spec.head_dim_v == spec.head_dim:
+            step = f"give head_dim_v, at most {most}, for a head_dim above it"
+        whole(name, getattr(spec, name), 1, most, step)
     _one_of(spec, "dtype", DTYPES + FP8_DTYPES)
     _one_of(spec, "layout", LAYOUTS)
     _one_of(spec, "precision", PRECISIONS)
@@ -723,6 +732,11 @@ def _validate(spec: AttentionSpec) -> None:
         flag("deterministic", spec.deterministic, "None, True or False")
     if spec.chunk is not None:
         whole("chunk", spec.chunk, 1, MAX_POSITION)
+    if spec.shared_kv is True and spec.head_dim_v >= spec.head_dim:
+        raise SpecError(
+            "shared_kv=True needs head_dim_v below head_dim: v is k's first columns, got head_dim="
+            f"{spec.head_dim} and head_dim_v={spec.head_dim_v}"
+        )
     if spec.prefix_lm and spec.causal is False:
         raise SpecError(
             "prefix_lm=True needs causal, which it widens, got causal=False; add causal=True, or "
@@ -783,7 +797,8 @@ def _unpacked(spec: AttentionSpec) -> list[str]:
 
 def undecoded(spec: AttentionSpec) -> list[str]:
     """Why the decode family does not serve a spec; empty if it does."""
-    who = "decode" if not spec.has_lengths else "paged" if spec.paged else "key_lengths"
+    fields = ("paged", "key_lengths", "shared_kv")
+    who = next((name for name in fields if getattr(spec, name)), "decode")
     named = {
         "dropout_p": spec.has_dropout,
         "FP8 inputs": spec.is_fp8,
@@ -794,6 +809,8 @@ def undecoded(spec: AttentionSpec) -> list[str]:
         "aux": bool(spec.aux),
         "attn_mask": spec.attn_mask and spec.paged,
         "bias": spec.bias and spec.paged,
+        "a head_dim_v of parts that are no powers of two from 16 on": spec.shared_kv
+        and any(part.padded for part in spec.v_parts),
     }
     return [f"{name} with {who} is not built yet" for name, is_on in named.items() if is_on]
 

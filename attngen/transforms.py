@@ -56,6 +56,8 @@ def _vmap_forward(
 ) -> Any:
     _refuse_packed(text_key)
     folded = [_fold(x, d, info.batch_size) for x, d in zip((q, k, v), in_dims[1:4], strict=True)]
+    if parsed(text_key).shared_kv:
+        folded[2] = folded[1][..., : v.shape[-1]]
     batch = _sample(q, in_dims[1]).shape[0]
     extra = _fold_extra(text_key, extra, in_dims[4], info.batch_size, batch)
     results = torch.ops.attngen.fwd(text_key, *folded, extra, scalars, ints)

@@ -225,6 +225,7 @@ def _inputs(spec: AttentionSpec, workload: Workload, device: str) -> _Inputs:
     q = normal(batch, heads_q, rows, spec.head_dim)
     k = normal(batch, heads_kv, keys, spec.head_dim)
     v = normal(batch, heads_kv, keys, spec.head_dim_v)
+    v = k[..., : spec.head_dim_v] if spec.shared_kv else v
     dout = normal(batch, heads_q, rows, spec.head_dim_v)
     dlse = normal(batch, heads_q, rows).float()
     beside = made(spec, workload, device)

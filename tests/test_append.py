@@ -157,6 +157,8 @@ def test_what_is_refused() -> None:
             attngen.append_kv(*tensors, **named)
     with pytest.raises(attngen.UnsupportedSpecError, match="no backward"):
         attngen.append_kv(k.clone().requires_grad_(), v, *caches, positions=at)
+    with pytest.raises(attngen.UnsupportedSpecError, match="vmap over append_kv"):
+        torch.func.vmap(lambda k: attngen.append_kv(k, v, *caches, positions=at))(k[None])
 
 
 def test_every_text_is_formatted_and_checks_itself(tmp_path: Path) -> None:

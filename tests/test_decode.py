@@ -14,7 +14,7 @@ from torch import Tensor
 import attngen
 from attngen import ops
 from attngen.config import CONFIG_CLASSES, infeasible, parse
-from attngen.decode import DecodeConfig, forward_direction, split_count
+from attngen.decode import DecodeConfig, footprint, forward_direction, split_count
 from attngen.gpu import INTERPRETER, by_name
 from attngen.lowering import default
 from attngen.pinned import pinned
@@ -313,6 +313,13 @@ def test_what_is_refused() -> None:
     for error, message, call in cases:
         with pytest.raises(error, match=message):
             attngen.attention(q, keys, values, **call)
+    for name, x in (
+        ("attn_mask", torch.ones(1, 1, 1, 64, dtype=torch.bool)),
+        ("bias", torch.zeros(1, 1, 1, 64)),
+        ("doc_ids_k", used),
+    ):
+        with pytest.raises(attngen.UnsupportedSpecError, match=f"{name} with paged"):
+            attngen.attention(q, keys, values, block_table=table, seqused_k=used, **{name: x})
     with pytest.raises(attngen.SpecError, match="multiple of 16"):
         attngen.attention(q, keys[:, :9], values[:, :9], block_table=table, seqused_k=used)
     with pytest.raises(attngen.UnsupportedSpecError, match="no backward"):
@@ -348,6 +355,20 @@ def test_splits_fill_the_gpu_and_leave_no_split_empty() -> None:
     assert split_count(config, 5000, 65536, 132) == 1
     fixed = DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=2, split_keys=512)
     assert split_count(fixed, 1, 5000, 132) == split_count(fixed, 999, 5000, 132) == 10
+
+
+def test_footprint_is_what_the_compiler_takes() -> None:
+    """Bytes that Triton 3.6 allots for sm_90, but for a few hundred of its own."""
+    allotted = [  # block_m, block_n, num_stages
+        ({"head_dim": 128}, (64, 64, 2), 81920),
+        ({"head_dim": 128}, (64, 64, 3), 114688),
+        ({"head_dim": 128, "paged": True}, (64, 64, 3), 82176),
+        ({"head_dim": 512}, (64, 64, 2), 327680),
+        ({"head_dim": 576, "head_dim_v": 512, "paged": True}, (64, 32, 2), 212992),
+    ]
+    for fields, (m, n, stages), size in allotted:
+        config = DecodeConfig(block_m=m, block_n=n, num_warps=4, num_stages=stages)
+        assert 0 <= size - footprint(AttentionSpec(**fields), config)[0] < 512
 
 
 @pytest.mark.parametrize("dim", [64, 96, 128, 256, 512])
@@ -414,3 +435,41 @@ def test_the_usual_call_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
             attend(q.clone().requires_grad_(), k, v)
         with pytest.raises(AssertionError, match="long way"):
             attend(q, k[:, :, :20], v[:, :, :20])
+
+
+@pytest.mark.parametrize("page", [-(2**31), -1, 10**9, 2**31 - 1])
+def test_what_is_behind_the_length_is_not_read(page: int) -> None:
+    """Neither keys nor entries of the table, whatever they hold; both may have any strides."""
+    lengths = (33, 0, 17)
+    q, k, v = _inputs(3, 2, 3, 33, 16, heads_kv=1)
+    (keys, table), (values, _) = _paged(k, lengths), _paged(v, lengths)
+    table[table < 0] = page
+    wide = torch.full((3, 2 * table.shape[1]), page, dtype=torch.int32)
+    wide[:, ::2] = table
+    used = torch.tensor([lengths, (99, 99, 99)], dtype=torch.int32).T[:, 0]
+    for each in (table, wide[:, ::2], table.T.contiguous().T):
+        with pinned({"decode": SMALL}):
+            call = {"block_table": each, "seqused_k": used, "causal": True, "return_lse": True}
+            out, lse = attngen.attention(q, keys, values, **call)
+        for b, length in enumerate(lengths):
+            at = slice(b, b + 1)
+            tensors = (q[at], k[at, :, :length], v[at, :, :length])
+            _compare((out[at], lse[at]), tensors, {"causal": True})
+
+
+def test_nothing_to_see() -> None:
+    """No batch, no keys, no pages, no rows."""
+    none, q = torch.zeros(0, dtype=torch.int32), torch.ones(2, 4, 1, 16)
+    zero, pages = torch.zeros(2, dtype=torch.int32), torch.ones(3, 16, 2, 16)
+    table = torch.full((2, 3), -1, dtype=torch.int32)
+    for rows, keys, named in (
+        (q[:0], pages, {"seqused_k": none, "block_table": table[:0]}),
+        (q[:0], q[:0, :2], {"seqused_k": none}),
+        (q, torch.ones(2, 2, 0, 16), {"seqused_k": zero}),
+        (q, pages, {"seqused_k": zero, "block_table": table[:, :0]}),
+        (q, pages[:0], {"seqused_k": zero, "block_table": table}),
+        (q[:, :, :0], pages, {"seqused_k": zero, "block_table": table}),
+    ):
+        out, lse = attngen.attention(rows, keys, keys, **named, return_lse=True)
+        assert out.shape == rows.shape and lse.shape == rows.shape[:3]
+        assert (out == 0).all() and (lse == float("-inf")).all()

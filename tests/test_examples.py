@@ -31,6 +31,8 @@ PROMISES = {
     "compile_model": ("4 lengths, 1 graph(s)", "same dropout mask: True"),
     "io_bytes": ("q, k, v and out, each once", "forward kernel, asked of L2"),
     "merge_shards": ("ring of 2 against one call", "dq: largest difference"),
+    "serve_paged": ("tokens of 3 prompts", "tokens against eager attention"),
+    "cascade": ("cascade against one call", "keys and values read"),
     "tune_and_read_kernel": ("record kept in", '"direction": "fwd"', "def visible_keys("),
 }
 

@@ -64,6 +64,7 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_packed": ({"layout": "thd", "causal": True}, FWD),
     "decode_base": ({}, DECODE),
     "decode_paged": ({"paged": True, "causal": True}, DECODE),
+    "decode_shared": ({"head_dim": 576, "head_dim_v": 512, "shared_kv": True}, DECODE),
     "bwd_packed": ({"layout": "thd", "causal": True}, BWD),
     "bwd_base": ({}, BWD),
     "bwd_bias": ({"bias": True}, BWD),
@@ -192,6 +193,13 @@ DECODE_MATRIX = [
     AttentionSpec(head_dim=64, **keys, **mask, attn_mask=True, bias=True, softcap=9.0)
     for keys, mask in itertools.product(
         ({}, {"key_lengths": True}), ({}, {"causal": True}, {"window": (7, None)}))
+] + [
+    AttentionSpec(shared_kv=True, **dims, **keys, **mask)
+    for dims, keys, mask in itertools.product(
+        ({"head_dim": 576, "head_dim_v": 512}, {"head_dim": 40, "head_dim_v": 32}),
+        ({}, {"key_lengths": True}, {"paged": True}),
+        ({}, {"causal": True, "alibi": True}, {"window": (7, None)}, {"attn_mask": True}))
+    if not (keys.get("paged") and mask.get("attn_mask"))
 ]  # fmt: skip
 
 

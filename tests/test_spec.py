@@ -70,9 +70,9 @@ def test_spec_accepts_torch_dtypes() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     # name: (fields, the value it names, what is allowed or the next step)
-    "head-dim-0": ({"head_dim": 0}, "0", "from 1 to 512"),
+    "head-dim-0": ({"head_dim": 0}, "0", "from 1 to 576"),
     "head-dim-600": ({"head_dim": 600}, "600", "split the heads"),
-    "head-dim-bool": ({"head_dim": True}, "True", "from 1 to 512"),
+    "head-dim-bool": ({"head_dim": True}, "True", "from 1 to 576"),
     "head-dim-float": ({"head_dim": 64.0}, "64.0", "must be an int"),
     "head-dim-v": ({"head_dim_v": -1}, "-1", "head_dim_v must be an int from 1"),
     "dtype": ({"dtype": "bf16"}, "'bf16'", "did you mean 'bfloat16'?"),
@@ -197,7 +197,7 @@ def test_every_built_field_is_among_the_changes() -> None:
     with_dtype = {"fp8_scale"}  # cannot change alone: test_fp8_attention
     with_causal = {"prefix_lm"}  # nor this: test_structured_masks
     with_mask = {"block_map"}  # nor this: test_block_map
-    without_dropout = {"paged", "key_lengths"}  # which BASE has: test_decode
+    without_dropout = {"paged", "key_lengths", "shared_kv"}  # which BASE has: test_decode
     apart = without_dropout | with_dtype | with_causal | with_mask
     assert {field for field, *_ in CHANGES} == set(FIELDS) - apart
 

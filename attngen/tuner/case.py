@@ -292,6 +292,7 @@ def make(
     if backward and learns_scores and not spec.deterministic:
         daux = {name: numbers(*beside[name].shape) for name in spec.learnt_aux}
     q, k, v = filled(heads, rows, dim), filled(heads_kv, keys, dim), filled(heads_kv, keys, dim_v)
+    v = k[..., :dim_v] if spec.shared_kv else v
     descales: tuple[Tensor, ...] = ()
     if spec.is_fp8:
         rounded, descales = _quantized(spec, q, k, v)
@@ -304,6 +305,9 @@ def make(
     tiles = None
     if spec.documents:
         tiles = torch.empty(document_scratch(batch, rows, keys), dtype=torch.int64, device=device)
+    pages = (_pages(k), _pages(v)) if spec.paged else None
+    if pages is not None and spec.shared_kv:
+        pages = (pages[0], pages[0][..., :dim_v])
     return Case(
         spec,
         workload,
@@ -320,7 +324,7 @@ def make(
         sides=tuple(each.make(q) for each in side_memory(spec.aux, q, k)),
         daux=daux,
         offsets=offsets,
-        pages=(_pages(k), _pages(v)) if spec.paged else None,
+        pages=pages,
         order=order_of(workload.batch).make(q) if spec.is_packed else None,
         tiles=lists,
         **named,

@@ -62,6 +62,21 @@ def test_paged(page: int, rows: int) -> None:
         _compare(out[at], lse[at], q[at], k[at, :, :n], v[at, :, :n], causal=True)
 
 
+@pytest.mark.parametrize(("heads", "rows"), [(128, 1), (16, 1), (128, 2)])
+@pytest.mark.parametrize("is_view", [True, False], ids=["view", "copy"])
+def test_latent_attention(heads: int, rows: int, is_view: bool) -> None:
+    """One kv head of 576 columns, v its first 512, and a v that lies elsewhere."""
+    q, k, _ = _inputs(3, heads, 1, rows, 1024, 576)
+    keys, table = _paged(k, 64)
+    values = keys[..., :512] if is_view else keys[..., :512].clone()
+    used = torch.tensor([1024, 300, 0], device="cuda", dtype=torch.int32)
+    call = {"block_table": table, "seqused_k": used, "causal": rows > 1, "return_lse": True}
+    out, lse = attngen.attention(q, keys, values, **call)
+    for b, n in enumerate(used.tolist()):
+        at = slice(b, b + 1)
+        _compare(out[at], lse[at], q[at], k[at, :, :n], k[at, :, :n, :512], causal=rows > 1)
+
+
 def test_a_graph_follows_lengths() -> None:
     q, k, v = _inputs(4, 32, 8, 1, 2048, 128)
     used = torch.full((4,), 2048, device="cuda", dtype=torch.int32)

@@ -1,0 +1,457 @@
+"""Attention decode: bfloat16, head_dim 576/512, v in k, tiles by pointer.
+
+Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run it.
+  spec    head_dim=576,head_dim_v=512,dtype=bfloat16,shared_kv=true
+  config  lowering=triton,tiles=pointer,block_m=16,block_n=128,num_warps=4,num_stages=3,
+          programs_per_sm=1,split_keys=0
+  again   attngen emit SPEC --direction decode --config CONFIG, with SPEC and CONFIG as above
+softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+HEAD_DIM = tl.constexpr(576)
+HEAD_DIM_V = tl.constexpr(512)
+UNIT = tl.constexpr(8)  # elements in 16 bytes
+LOG2E = tl.constexpr(1.4426950408889634)
+PRECISION = tl.constexpr("ieee")  # of float32 products; 16-bit ones ignore it
+RUN_TIME = [  # sizes, strides, positions and windows: a new value compiles nothing
+    "num_heads_q",
+    "num_heads",
+    "group_size",
+    "heads_per_run",
+    "seqlen_q",
+    "seqlen_k",
+    "padded_q",
+    "q_start",
+    "q_step",
+    "k_start",
+    "k_step",
+    "align",
+    "window_left",
+    "window_right",
+    "batch_start",
+    "head_start",
+    "threshold",
+    "num_splits",
+    "num_heads_kv",
+    "num_rows",
+    "stride_qb",
+    "stride_qh",
+    "stride_qs",
+    "stride_kb",
+    "stride_kh",
+    "stride_ks",
+    "stride_vb",
+    "stride_vh",
+    "stride_vs",
+]
+
+CONFIG = {
+    "BLOCK_M": 16,
+    "BLOCK_N": 128,
+    "SPLIT_KEYS": 0,
+    "num_warps": 4,
+    "num_stages": 3,
+}
+MERGED = tl.constexpr(16)  # splits that the merge reads at a time
+
+
+@triton.jit
+def whole(stride):
+    """A stride that is a multiple of 16 bytes, in a form that tells the compiler so."""
+    return tl.cast(stride, tl.int64) // UNIT * UNIT
+
+
+@triton.jit
+def load_keys(
+    head_ptr,
+    stride,
+    start,
+    lo,
+    hi,
+    FIRST: tl.constexpr,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DIM: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Keys start .. start + COUNT and columns FIRST .. FIRST + WIDTH of one head.
+
+    Keys outside lo .. hi and columns from DIM on read as zero. Unless it is WIDE, a tile spans
+    less than 2^31 elements.
+    """
+    keys = start + tl.arange(0, COUNT)
+    columns = FIRST + tl.arange(0, WIDTH)
+    inside = ((keys >= lo) & (keys < hi))[:, None]
+    rows = tl.arange(0, COUNT) * (stride if WIDE else stride.to(tl.int32))
+    ptrs = head_ptr + start * stride + (rows[:, None] + columns[None, :])
+    if FIRST + WIDTH > DIM:
+        inside &= (columns < DIM)[None, :]
+    return tl.load(ptrs, inside, 0.0)
+
+
+@triton.jit
+def score(qk, qk_scale):
+    """The raw q.k: its scale is applied inside the exponential."""
+    return qk
+
+
+@triton.jit
+def attend(
+    acc,
+    l_i,
+    m_i,
+    q0,
+    q1,
+    k_head,
+    stride_ks,
+    begin,
+    end,
+    qk_scale,
+    exp_scale,
+    BLOCK_N: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Online softmax over the keys begin .. end, in tiles (FlashAttention-2, algorithm 1).
+
+    acc is unnormalised, m_i is the row maximum of s, and l_i the sum of exp2((s - m_i) *
+    exp_scale).
+    """
+    for start_n in tl.range(begin, end, BLOCK_N):
+        k0 = load_keys(
+            k_head,
+            stride_ks,
+            start_n,
+            0,
+            end,
+            0,
+            BLOCK_N,
+            512,
+            HEAD_DIM,
+            WIDE,
+        )  # [BLOCK_N, 512]
+        k1 = load_keys(
+            k_head,
+            stride_ks,
+            start_n,
+            0,
+            end,
+            512,
+            BLOCK_N,
+            64,
+            HEAD_DIM,
+            WIDE,
+        )  # [BLOCK_N, 64]
+        qk = tl.dot(q0, k0.T, input_precision=PRECISION)
+        qk = tl.dot(q1, k1.T, qk, input_precision=PRECISION)
+        s = score(qk, qk_scale)  # [BLOCK_M, BLOCK_N]
+        keys = start_n + tl.arange(0, BLOCK_N)
+        keep = (keys < end)[None, :]
+        s = tl.where(keep, s, float("-inf"))
+        m_new = tl.maximum(m_i, tl.max(s, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)  # a row that saw no key yet
+        p = tl.exp2((s - m_safe[:, None]) * exp_scale)
+        alpha = tl.exp2((m_i - m_safe) * exp_scale)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        m_i = m_new
+        v = k0  # V is K's first columns
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, l_i, m_i
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_decode(
+    q_ptr,
+    stride_qb,
+    stride_qh,
+    stride_qs,
+    k_ptr,
+    stride_kb,
+    stride_kh,
+    stride_ks,
+    out_ptr,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    lse_ptr,
+    partials_ptr,
+    num_splits,
+    num_heads_kv,
+    group_size,
+    num_rows,
+    seqlen_q,
+    seqlen_k,
+    qk_scale,
+    exp_scale,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """One program: BLOCK_M rows that share a key/value head against one split of its keys.
+
+    Rows are the query rows of all heads of the group, the heads of a query row next to each other.
+    """
+    group_rows = seqlen_q * group_size
+    num_tiles = tl.cdiv(group_rows, BLOCK_M)
+    tile = tl.program_id(0) % num_tiles
+    split = tl.program_id(0) // num_tiles % num_splits
+    head = tl.program_id(0) // num_tiles // num_splits
+    batch = (head // num_heads_kv).to(tl.int64)
+    head_kv = (head % num_heads_kv).to(tl.int64)
+    rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_row = rows < group_rows
+    rows = tl.minimum(rows, group_rows - 1)  # past the end the last row is computed again
+    row_q = rows // group_size
+    head_q = head_kv * group_size + rows % group_size
+    row = (batch * num_heads_kv * group_size + head_q) * seqlen_q + row_q  # of lse
+
+    hi = seqlen_k
+    begin = 0
+    end = hi
+    if IS_SPLIT:
+        size = SPLIT_KEYS
+        if SPLIT_KEYS == 0:
+            size = tl.cdiv(tl.cdiv(tl.maximum(hi - begin, 0), BLOCK_N), num_splits) * BLOCK_N
+        begin += split * size
+        end = tl.minimum(hi, begin + size)
+        out_ptr = partials_ptr + split.to(tl.int64) * num_rows * (HEAD_DIM_V + 2)
+        l_ptr = out_ptr + num_rows.to(tl.int64) * HEAD_DIM_V
+        m_ptr = l_ptr + num_rows
+        if begin >= end:  # a split behind the last key
+            tl.store(l_ptr + row, 0.0, is_row)
+            tl.store(m_ptr + row, float("-inf"), is_row)
+            return
+
+    q_rows = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh) + row_q * whole(stride_qs)
+    k_head = k_ptr + head_kv * whole(stride_kh)
+    k_head += batch * whole(stride_kb)
+    stride_ks = whole(stride_ks)
+    columns = 0 + tl.arange(0, 512)
+    q0 = tl.load(q_rows[:, None] + columns[None, :])  # [BLOCK_M, 512]
+    columns = 512 + tl.arange(0, 64)
+    q1 = tl.load(q_rows[:, None] + columns[None, :])  # [BLOCK_M, 64]
+
+    acc = tl.zeros([BLOCK_M, 512], tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    acc, l_i, m_i = attend(
+        acc,
+        l_i,
+        m_i,
+        q0,
+        q1,
+        k_head,
+        stride_ks,
+        begin,
+        end,
+        qk_scale,
+        exp_scale,
+        BLOCK_N,
+        WIDE,
+    )
+
+    seen = l_i != 0.0  # false for a row that sees no key: its out is 0 and its lse -inf
+    l_safe = tl.where(seen, l_i, 1.0)
+    norm = tl.where(seen, 1.0 / l_safe, 0.0)
+    lse = tl.where(seen, (m_i * exp_scale + tl.log2(l_safe)) / LOG2E, float("-inf"))
+    if IS_SPLIT:  # m_i and l_i, as lse would round what maxima of 1e5 differ by
+        tl.store(l_ptr + row, l_i, is_row)
+        tl.store(m_ptr + row, m_i, is_row)
+        out_rows = out_ptr + row * HEAD_DIM_V
+    else:
+        tl.store(lse_ptr + row, lse, is_row)
+        out_rows = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
+        out_rows += row_q * tl.cast(stride_os, tl.int64)
+    columns = 0 + tl.arange(0, 512)
+    inside = is_row[:, None]
+    value = (acc * norm[:, None]).to(out_rows.dtype.element_ty)
+    tl.store(out_rows[:, None] + columns[None, :], value, inside)
+
+
+@triton.jit(do_not_specialize=RUN_TIME)
+def attn_decode_merge(
+    partials_ptr,
+    out_ptr,
+    stride_ob,
+    stride_oh,
+    stride_os,
+    lse_ptr,
+    num_splits,
+    num_heads_q,
+    num_rows,
+    seqlen_q,
+    exp_scale,
+):
+    """One program: a row of out, from what the splits gave; those that saw no key count for
+    nothing."""
+    row = tl.program_id(0)
+    batch = (row // seqlen_q // num_heads_q).to(tl.int64)
+    head_q = row // seqlen_q % num_heads_q
+    stride = num_rows.to(tl.int64) * (HEAD_DIM_V + 2)  # from split to split
+    l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
+    m_ptr = l_ptr + num_rows
+    top = float("-inf")
+    for first in range(0, num_splits, MERGED):
+        splits = first + tl.arange(0, MERGED)
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        top = tl.maximum(top, tl.max(m_i, 0))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = 0.0
+    acc = tl.zeros([512], tl.float32)
+    for first in range(0, num_splits, MERGED):
+        splits = first + tl.arange(0, MERGED)
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
+        weights = l_i * tl.exp2((m_i - safe) * exp_scale)
+        total += tl.sum(weights, 0)
+        outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
+        columns = 0 + tl.arange(0, 512)
+        inside = (l_i != 0.0)[:, None]
+        outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 512]
+        acc += tl.sum(outs * weights[:, None], 0)
+    seen = total != 0.0
+    safe_total = tl.where(seen, total, 1.0)
+    norm = tl.where(seen, 1.0 / safe_total, 0.0)
+    lse = tl.where(seen, (safe * exp_scale + tl.log2(safe_total)) / LOG2E, float("-inf"))
+    tl.store(lse_ptr + row, lse)
+    out_row = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
+    out_row += row % seqlen_q * tl.cast(stride_os, tl.int64)
+    columns = 0 + tl.arange(0, 512)
+    value = (acc * norm).to(out_ptr.dtype.element_ty)
+    tl.store(out_row + columns, value)
+
+
+def plan(
+    q,
+    k,
+    v,
+    out,
+    lse,
+    partials=None,
+    *,
+    softmax_scale,
+    config=CONFIG,
+):
+    """The launches of one call, as (kernel, grid, arguments, constants).
+
+    q, k, v and out are (batch, heads, seqlen, dim), the last stride 1. Pointers and other strides
+    of q, k and v must be multiples of 16 bytes.
+    lse is (batch, heads, seqlen_q), float32, contiguous, natural log. Scales are positive.
+    partials is scratch, float32, contiguous: (number of splits, batch * heads * seqlen_q *
+    (head_dim_v + 2)); None is one split.
+    v is k's first columns, and is not read.
+    """
+    batch, num_heads_q, seqlen_q, _ = q.shape
+    num_heads_kv, seqlen_k = k.shape[1:3]
+    num_rows = batch * num_heads_q * seqlen_q
+    num_splits = 1 if partials is None else partials.shape[0]
+    qk_scale = softmax_scale
+    exp_scale = softmax_scale * LOG2E.value
+    arguments = (
+        q,
+        *q.stride()[:3],
+        k,
+        *k.stride()[:3],
+        out,
+        *out.stride()[:3],
+        lse,
+        lse if partials is None else partials,
+        num_splits,
+        num_heads_kv,
+        num_heads_q // num_heads_kv,
+        num_rows,
+        seqlen_q,
+        seqlen_k,
+        qk_scale,
+        exp_scale,
+    )
+    tiles = -(-seqlen_q * (num_heads_q // num_heads_kv) // config["BLOCK_M"])
+    grid = (tiles * num_splits * batch * num_heads_kv, 1, 1)
+    is_wide = max(k.stride(2), v.stride(2)) * config["BLOCK_N"] >= 2**31
+    constants = {**config, "IS_SPLIT": num_splits > 1, "WIDE": is_wide}
+    launches = [(attn_decode, grid, arguments, constants)]
+    if num_splits > 1:
+        arguments = (
+            partials,
+            out,
+            *out.stride()[:3],
+            lse,
+            num_splits,
+            num_heads_q,
+            num_rows,
+            seqlen_q,
+            exp_scale,
+        )
+        launches.append((attn_decode_merge, (num_rows, 1, 1), arguments, {"num_warps": 4}))
+    return launches
+
+
+def launch(*tensors, **numbers):
+    """Run the kernels; takes what plan() takes and writes out and lse."""
+    for kernel, grid, arguments, constants in plan(*tensors, **numbers):
+        kernel[grid](*arguments, **constants)
+
+
+def reference(q, k, v, *, softmax_scale, softcap=None, window_left=None, window_right=None):
+    """The same in plain PyTorch, float32: out and lse."""
+    group = q.shape[1] // k.shape[1]
+    q, k, v = q.float(), *(x.float().repeat_interleave(group, 1) for x in (k, v))
+    s = q @ k.transpose(2, 3) * softmax_scale
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+def example():
+    """Random inputs with rows of whole 16 bytes, and the numbers launch() takes beside tensors."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    heads, seqlen = (16, 4096) if device == "cuda" else (2, 100)
+    # Triton's interpreter, which TRITON_INTERPRET=1 runs on a CPU, cannot multiply bfloat16.
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def rows(dim):
+        padded = -(-dim // 8) * 8
+        return torch.randn(1, heads, seqlen, padded, device=device).to(dtype)[..., :dim]
+
+    numbers = {
+        "softmax_scale": HEAD_DIM.value**-0.5,
+    }
+    dropout = {}
+    return [rows(HEAD_DIM.value), rows(HEAD_DIM.value), rows(HEAD_DIM_V.value)], numbers, dropout
+
+
+ROWS = 2  # query rows of the check: the last of the sequence
+
+
+def main():
+    """Check against PyTorch on random data, then print the time."""
+    (q, k, v), numbers, _ = example()
+    v = k[..., : HEAD_DIM_V.value]
+    if not q.is_cuda and not triton.knobs.runtime.interpret:
+        raise SystemExit("no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter")
+    if not q.is_cuda:
+        print("no GPU here: checked with float32 data, not bfloat16")
+    want, want_lse = (x[:, :, -ROWS:] for x in reference(q, k, v, **numbers))
+    q, length = q[:, :, -ROWS:], k.shape[2]
+    out = torch.empty_like(want, dtype=q.dtype)
+    lse = torch.empty(want.shape[:3], device=q.device)
+    splits = 4
+    partials = torch.empty(splits, lse.numel() * (HEAD_DIM_V.value + 2), device=q.device)
+    for scratch in (None, partials):
+        launch(q, k, v, out, lse, scratch, **numbers)
+        error = ((out.float() - want).norm() / want.norm()).item()
+        lse_error = (lse - want_lse).nan_to_num().abs().max().item()
+        count = 1 if scratch is None else splits
+        print(f"{count} splits: relative error of out {error:.1e}, largest of lse {lse_error:.1e}")
+        assert error < 1e-2 and lse_error < 1e-2, "does not agree with PyTorch"
+    if q.is_cuda:
+        ms = triton.testing.do_bench(lambda: launch(q, k, v, out, lse, partials, **numbers))
+        print(f"{ms:.3f} ms for q of shape {tuple(q.shape)} and {length} keys")
+
+
+if __name__ == "__main__":
+    main()
