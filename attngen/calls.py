@@ -162,7 +162,7 @@ def again(
     try:
         text_key = key_of(text_key, q, k, v)
         call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
-    except (RuntimeError, TypeError):  # no strides, or sizes without a value
+    except (RuntimeError, TypeError, IndexError):  # no strides, sizes without a value, no dims
         return None
     if call is None or _is_off(*inputs):
         return None
