@@ -240,7 +240,8 @@ class Attention:
             and return_aux is _NONE
             and aux_tensors is None
             and attn_mask is bias is alibi_slopes is sinks is None
-            and prefix_lens is doc_ids_q is doc_ids_k is tree_mask is block_map is None
+            and prefix_lens is doc_ids_q is doc_ids_k is tree_mask is None
+            and block_map is None
             and dropout_p is dropout_seed is q_descale is k_descale is v_descale is None
             and cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is block_table is None
             and q_start is k_start is batch_start is head_start is _ZERO

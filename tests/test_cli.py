@@ -72,7 +72,7 @@ def stored(path: Path, *records: Any) -> Path:
         pytest.param(
             "emit head_dim=64,casual=true", ("'casual'", "'causal'", "fields"), id="unknown-field"
         ),
-        pytest.param("emit head_dim=9999", ("9999", "1 to 512", "smaller"), id="head-dim"),
+        pytest.param("emit head_dim=9999", ("9999", "1 to 576", "smaller"), id="head-dim"),
         pytest.param("emit head_dim", ("'head_dim'", "head_dim=128"), id="no-equals"),
         pytest.param("emit dtype=float16", ("lacks head_dim", "head_dim=128"), id="no-head-dim"),
         pytest.param("emit head_dim=64,dtype=fp16", ("'fp16'", "float16"), id="dtype"),
