@@ -173,7 +173,7 @@ def plan_model(
             continue
         for phase in (p for p in PHASES if p in phases and p in layers.phases):
             for workload in _workloads(layers, heads, phase, batches, seqlens):
-                note = " (served by the forward)" if phase == "decode" else ""
+                note = " (kernels of their own)" if phase == "decode" else ""
                 used = dropping if phase == "training" else spec
                 jobs.add(used, workload, _DIRECTIONS[phase], f"{phase}: {layers.name}{note}")
     if "decode" in phases:
@@ -240,11 +240,9 @@ def _absorbed(config: Mapping[str, Any]) -> list[Skipped]:
     if not isinstance(rank, int) or not isinstance(rope, int):
         return []
     fields: dict[str, Any] = {"head_dim": rank + rope, "head_dim_v": rank, "causal": True}
-    try:
-        AttentionSpec(**fields)
-        return []
-    except SpecError as error:
-        return [Skipped("decode over the compressed cache", _line(fields), str(error))]
+    line = _line(fields | {"shared_kv": True})
+    why = f"transformers expands the cache instead; for a server: `attngen tune {line}`"
+    return [Skipped("decode over the compressed cache", line, why)]
 
 
 def _notes(

@@ -187,7 +187,7 @@ def test_llama_by_default() -> None:
         f"{CAUSAL} 16,32,8,1,8192 fwd",
     ]
     assert plan.jobs[1].why == ("training: 32 decoder layers", "prefill: 32 decoder layers")
-    assert plan.jobs[3].why == ("decode: 32 decoder layers (served by the forward)",)
+    assert plan.jobs[3].why == ("decode: 32 decoder layers (kernels of their own)",)
     assert plan.skipped == ()
     assert [note.partition(" ")[0] for note in plan.notes] == ["seqlen", "batch:", "decode:"]
     assert "8192 positions" in plan.notes[0]
