@@ -46,7 +46,8 @@ def trial_problem(row: dict[str, Any]) -> str | None:
     for name, (is_legal, allowed) in _TRIAL_RULES.items():
         if not is_legal(row[name]):
             return f"{name} must be {allowed}, got {_short(row[name])}"
-    return _config_problem(Bucket.parse(row["bucket"]).direction, row["config"])
+    named = (each for each in FAMILIES if row["bucket"].startswith(each))
+    return _config_problem(next(named, "fwd"), row["config"])
 
 
 def _is_text(value: Any) -> bool:

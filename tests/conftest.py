@@ -15,15 +15,21 @@ from attngen.store import Store
 # Files with hundreds of calls in the interpreter: each day another tenth of their tests is quick,
 # and the rest slow.
 ROTATING = {
+    "test_append.py",
     "test_block_map.py",
+    "test_bounds.py",
     "test_col_sums.py",
     "test_decode.py",
+    "test_hopper.py",
+    "test_hopper_packed.py",
+    "test_hopper_packed_bwd.py",
     "test_jvp.py",
     "test_packed.py",
     "test_packed_terms.py",
     "test_score_functions.py",
     "test_scores.py",
     "test_second.py",
+    "test_shared_kv.py",
     "test_side_outputs.py",
     "test_structured_masks.py",
 }
