@@ -118,7 +118,7 @@ def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -
     columns = d if spec.shared_kv else d + dv
     buffers = max(1, config.num_stages - 1)
     if m >= 64 and not spec.is_exact and capability >= 90:
-        buffers = max(min(2, config.num_stages), config.num_stages - spec.paged)
+        buffers = config.num_stages
     shared = m * d * size + buffers * n * columns * size
     registers = (m * dv + m * n) // (32 * config.num_warps)
     return shared, registers
