@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import ops, packed, paged, resolve
+from attngen import kv_cache, ops, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     BIAS_DTYPES,
@@ -96,7 +96,7 @@ class Attention:
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
         # None where there is no dropout
-        has_none = spec.has_lengths or spec.shared_kv
+        has_none = spec.has_lengths or spec.shared_kv or spec.is_quantized
         self._drop_key = None if has_none else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
         self._mask = None
@@ -200,7 +200,11 @@ class Attention:
                 mask without torch's RNG state (checkpoint with preserve_rng_state=False).
             q_descale, k_descale, v_descale: the scales of FP8 inputs, positive float32, as
                 `attngen.quantize` gives them: () for fp8_scale "tensor", (batch, num_heads_kv) for
-                "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block".
+                "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block". With kv_dtype, those
+                of k and v alone: () for kv_scale "tensor", (batch, num_heads_kv) for "head",
+                (batch, num_heads_kv, seqlen_k) for "key"; of pages, (pages, num_heads_kv) and
+                (pages, page_size, num_heads_kv), of any strides. Scales of keys that are not used
+                are not read.
             cu_seqlens_q, cu_seqlens_k: of layout "thd", int32 (num_seqs + 1) on q's device:
                 sequence n owns rows cu_seqlens[n] to cu_seqlens[n + 1], which may be none. Not
                 looked at on the host, so that a GPU is never waited for; offsets that decrease or
@@ -290,9 +294,13 @@ class Attention:
             q, k, v = packed.heads_first(q, k, v)
         elif not (offsets[0] is offsets[1] is offsets[2] is offsets[3] is None):
             packed.refuse_offsets(spec.layout, *offsets)
-        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype, is_paged=spec.paged)
+        kinds = {"is_paged": spec.paged, "kv_dtype": spec.kv_dtype}
+        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype, **kinds)  # type: ignore[arg-type]  # by name
         descales = (q_descale, k_descale, v_descale)
-        if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
+        if spec.is_quantized:
+            kv_cache.check_scale(spec, *descales)
+            descales = descales[1:]  # type: ignore[assignment]  # fewer of them
+        elif spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
             check_scale(spec, descales)
         scores = None
         if self._scores or not (
@@ -334,7 +342,7 @@ class Attention:
             softcap=spec.softcap,
             dropout_p=p,
             dropout_seed=dropout_seed,
-            descales=descales if spec.is_fp8 else (),
+            descales=descales if spec.is_fp8 or spec.is_quantized else (),
             scores=scores,
             masks=masks,
             aux=aux,
@@ -458,7 +466,8 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is; a tensor that acts on scores, or tells which keys a query sees, turns
+    the spec's fp8_scale is, and k and v of float8_e4m3fn or int8 beside a q of 16 bits, with their
+    descales, its kv_dtype and kv_scale; a tensor that acts on scores, or tells which keys a query sees, turns
     its spec field on; cu_seqlens_q and cu_seqlens_k make the layout "thd". Jagged nested tensors,
     (batch, heads, seqlen, dim) or of layout "bshd", are packed sequences, too, and so are their
     results; k and v share offsets. score_mod and mask_mod are read anew in each call, with the
@@ -501,9 +510,13 @@ def attention(
     elif isinstance(layout, str) and layout == "bshd" and not lengths:
         q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
-    check_call(q, k, v, None, None, name, is_paged=block_table is not None)
+    kv_dtype, kv_scale = kv_cache.dtype_of(name, k, v), None
+    check_call(q, k, v, None, None, name, is_paged=block_table is not None, kv_dtype=kv_dtype)
     descales, fp8_scale = (q_descale, k_descale, v_descale), None
-    if name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
+    if kv_dtype is not None:
+        kv_scale = kv_cache.scale_of(kv_dtype, *descales)
+        descales = descales[1:]  # type: ignore[assignment]  # fewer of them
+    elif name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
@@ -567,6 +580,8 @@ def attention(
             *_LENGTH_FIELDS[len(lengths)],
             *mapped,
         ),
+        kv_dtype,
+        kv_scale,
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
     if texts is not None:
@@ -587,7 +602,7 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
-        descales=descales if fp8_scale else (),
+        descales=descales if fp8_scale or kv_scale else (),
         scores=scores,
         masks=masks,
         aux=aux,
@@ -791,6 +806,8 @@ def _cached_text_key(
     fp8_scale: str | None,
     scores: tuple[str, ...],
     masks: tuple[str, ...],
+    kv_dtype: str | None = None,
+    kv_scale: str | None = None,
     score_mod: str | None = None,
     mask_mod: str | None = None,
 ) -> str:
@@ -809,6 +826,8 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
+        kv_dtype=kv_dtype,
+        kv_scale=kv_scale,
         score_mod=score_mod,
         mask_mod=mask_mod,
         **dict.fromkeys((*scores, *masks), True),  # type: ignore[arg-type]  # names of bool fields

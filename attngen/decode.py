@@ -56,7 +56,7 @@ class DecodeConfig(NamedFields):
 
 def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
     """Does decode serve a forward of so many query rows?"""
-    if spec.has_lengths or spec.shared_kv:
+    if spec.has_lengths or spec.shared_kv or spec.is_quantized:
         return True
     return seqlen_q <= MAX_ROWS and not gives_way and not undecoded(spec)
 
@@ -119,7 +119,7 @@ def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -
     buffers = max(1, config.num_stages - 1)
     if m >= 64 and not spec.is_exact and capability >= 90:
         buffers = config.num_stages
-    shared = m * d * size + buffers * n * columns * size
+    shared = m * d * size + buffers * n * columns * (1 if spec.is_quantized else size)
     registers = (m * dv + m * n) // (32 * config.num_warps)
     return shared, registers
 

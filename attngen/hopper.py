@@ -153,6 +153,8 @@ def unserved_anywhere(spec: AttentionSpec, direction: Direction | None = None) -
         why.append(f"lowering=hopper has no {'paged' if spec.paged else 'key_lengths'}")
     if spec.shared_kv:
         why.append("lowering=hopper has no shared_kv")
+    if spec.is_quantized:
+        why.append("lowering=hopper has no kv_dtype")
     asked = DIRECTIONS if direction is None else (direction,)
     if spec.is_packed and (missing := [each for each in asked if each not in PACKED]):
         which = " and ".join(missing)
