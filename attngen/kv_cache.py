@@ -92,6 +92,39 @@ def check_descales(
             )
 
 
+def quantized(spec: AttentionSpec, x: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """x (batch, heads, keys, dim) in 8 bits, and the scale of each key, (batch, heads, keys): equal
+    ones where the spec has them shared, of pages of so many keys."""
+    assert spec.kv_dtype is not None
+    wide = x.float()
+    peak = wide.abs().amax(3)
+    if spec.kv_scale == "tensor":
+        peak = peak.amax().expand_as(peak)
+    elif spec.kv_scale == "head" and spec.paged:
+        keys = peak.shape[2]
+        pages = torch.nn.functional.pad(peak, (0, -keys % page)).unflatten(2, (-1, page)).amax(3)
+        peak = pages.repeat_interleave(page, 2)[:, :, :keys]
+    elif spec.kv_scale == "head":
+        peak = peak.amax(2, keepdim=True).expand_as(peak)
+    most = 127.0 if spec.kv_dtype == "int8" else 448.0
+    scale = torch.where(peak > 0, peak / most, 1.0)
+    stored = wide / scale[..., None]
+    stored = stored.round() if spec.kv_dtype == "int8" else stored
+    return stored.clamp(-most, most).to(getattr(torch, spec.kv_dtype)), scale
+
+
+def descale_of(spec: AttentionSpec, scale: Tensor, page: int) -> Tensor:
+    """The scale of each key, as `quantized` gives it, as calls take it; the pages of a batch row
+    lie one behind another."""
+    if spec.kv_scale == "tensor":
+        return scale.amax()
+    if not spec.paged:
+        return scale[:, :, 0].contiguous() if spec.kv_scale == "head" else scale.contiguous()
+    padded = torch.nn.functional.pad(scale, (0, -scale.shape[2] % page))
+    pages = padded.unflatten(2, (-1, page)).permute(0, 2, 3, 1).flatten(0, 1)
+    return pages[:, 0].contiguous() if spec.kv_scale == "head" else pages.contiguous()
+
+
 def dequantized(spec: AttentionSpec, x: Tensor, descale: Tensor) -> Tensor:
     """k or v (batch or pages, heads, keys, dim) times its descale, in float32."""
     wide = x.float()
