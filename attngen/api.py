@@ -466,8 +466,8 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is, and k and v of float8_e4m3fn or int8 beside a q of 16 bits, with their
-    descales, its kv_dtype and kv_scale; a tensor that acts on scores, or tells which keys a query sees, turns
+    the spec's fp8_scale is, and k and v of 8 bits beside a q of 16, with their descales, its
+    kv_dtype and kv_scale; a tensor that acts on scores, or tells which keys a query sees, turns
     its spec field on; cu_seqlens_q and cu_seqlens_k make the layout "thd". Jagged nested tensors,
     (batch, heads, seqlen, dim) or of layout "bshd", are packed sequences, too, and so are their
     results; k and v share offsets. score_mod and mask_mod are read anew in each call, with the

@@ -124,9 +124,7 @@ def bench(
             ]
         )
     if spec.is_quantized:
-        raise UnsupportedSpecError(
-            ["bench of kv_dtype is not built yet; `attngen tune` times it"]
-        )
+        raise UnsupportedSpecError(["bench of kv_dtype is not built yet; `attngen tune` times it"])
     if spec.has_lengths:
         raise UnsupportedSpecError(
             ["bench of key_lengths and paged is not built yet; `attngen tune` times it"]

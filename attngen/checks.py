@@ -485,9 +485,7 @@ def check_tensors(
             )
 
 
-def check_dtypes(
-    q: Tensor, k: Tensor, v: Tensor, dtype: str, kv_dtype: str | None = None
-) -> None:
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str, kv_dtype: str | None = None) -> None:
     """One dtype, the spec's; under autocast the op casts. Of a quantised cache, two."""
     if kv_dtype is not None:
         stored = getattr(torch, kv_dtype)

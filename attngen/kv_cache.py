@@ -121,7 +121,7 @@ def descale_of(spec: AttentionSpec, scale: Tensor, page: int) -> Tensor:
     if not spec.paged:
         return scale[:, :, 0].contiguous() if spec.kv_scale == "head" else scale.contiguous()
     padded = torch.nn.functional.pad(scale, (0, -scale.shape[2] % page))
-    pages = padded.unflatten(2, (-1, page)).permute(0, 2, 3, 1).flatten(0, 1)
+    pages: Tensor = padded.unflatten(2, (-1, page)).permute(0, 2, 3, 1).flatten(0, 1)
     return pages[:, 0].contiguous() if spec.kv_scale == "head" else pages.contiguous()
 
 

@@ -39,6 +39,7 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "chunk": (8192,),
     "fp8_scale": ("tensor", "block"),
     "kv_dtype": ("float8_e4m3fn", "int8"),
+    "kv_scale": ("tensor", "key"),
     "aux": (("max_logit",), ("col_sum",), ("entropy",)),
     "precision": ("tf32",),
     "deterministic": (True,),

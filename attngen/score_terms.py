@@ -40,9 +40,11 @@ def placed(
             found.append(on_16_bytes(x).expand(batch, heads, x.shape[2]))
         elif name in MASK_FIELDS:
             found.append(placed_mask(name, x, batch))
-        elif name in spec.aux_args or (name == "block_table" and x.stride(1) == 1):
-            found.append(on_16_bytes(x))
-        elif spec.is_quantized and name in KV_DESCALES:
+        elif (
+            name in spec.aux_args
+            or (name == "block_table" and x.stride(1) == 1)
+            or (name in KV_DESCALES and spec.is_quantized)
+        ):
             found.append(on_16_bytes(x))
         else:
             found.append(on_16_bytes(x.contiguous()))
