@@ -159,7 +159,7 @@ def assert_exact(
         ("out", out, right.out, yard.out, q.dtype),
         ("lse", lse, right.lse, yard.lse, lse.dtype),
     ]
-    yards = [yard_grads, _by_rounded_lse(right, inputs, fixed, named, do, dlse)]
+    yards = [yard_grads, _by_rounded_rows(right, inputs, fixed, named, do, dlse)]
     if narrow is not None and "sinks" in inputs:
         yards.append({"sinks": _sinks_gradient(right, inputs["sinks"], do, narrow)})
     yard_grads = _added(right_grads, yards)
@@ -183,7 +183,7 @@ def _added(right: dict[str, Tensor], yards: list[dict[str, Tensor]]) -> dict[str
     }
 
 
-def _by_rounded_lse(
+def _by_rounded_rows(
     right: Any,
     inputs: dict[str, Tensor],
     fixed: dict[str, Tensor],
@@ -191,15 +191,18 @@ def _by_rounded_lse(
     do: Tensor,
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Exact gradients, but of P = exp(s - lse) with lse in float32, as every backward pass has it
-    that keeps no P: a row's P, and so all that it adds, is too large by one factor."""
-    lse = right.lse.detach()
+    """Exact gradients, but with lse and delta = rowsum(out * do) in float32, as every backward
+    pass has them that keeps no P: a row's P, and so all that it adds, is too large by one factor,
+    and an error of delta acts as a gradient of lse."""
+    lse, out = right.lse.detach(), right.out.detach()
     excess = torch.exp(lse - lse.float().double()).where(lse.isfinite(), 1.0)
+    late = (out * do.double()).sum(-1) - (out.float() * do.float()).sum(-1).double()
+    dlse = late if dlse is None else dlse.double() + late
     _, grads = oracle.gradients(
         lambda **x: oracle.attention(**x, **fixed, **named),
         inputs,
         do.double() * excess[..., None],
-        None if dlse is None else dlse.double() * excess,
+        dlse * excess,
     )
     return grads
 

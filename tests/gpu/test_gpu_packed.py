@@ -271,9 +271,11 @@ def test_hopper_backward(dim: int, options: Any, heads_kv: int, dq: str) -> None
             for x in tensors:
                 x[within] = float("nan")
         tainted = results(*tensors, cu, **options)[2:]
-    for one, other in zip(tainted[first:], found[first:], strict=True):
-        assert torch.equal(one[~within], other[~within])
-    assert tainted[0][~within].isfinite().all()
+    # Tiles that also held a NaN come from the second pass, whose sums have another order.
+    for one, other in zip(tainted, found, strict=True):
+        assert one[~within].isfinite().all()
+        error = (one[~within].float() - other[~within].float()).norm() / other.float().norm()
+        assert error < 1e-2
 
 
 def test_hopper_lowering_in_a_graph_whose_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
