@@ -893,17 +893,17 @@ def _run(
     if has_dropout or aux is not None:
         ints += starts
     if scores is not None:
-        extra += scores.values()
+        extra.extend(scores.values())
     if masks is not None:
-        extra += masks.values()
+        extra.extend(masks.values())
     if block_map is not None:
         extra.append(block_map)
     if sequences is not None:
-        extra += sequences
-    extra += lengths
+        extra.extend(sequences)
+    extra.extend(lengths)
     if aux is not None:
-        extra += aux
-    extra += descales
+        extra.extend(aux)
+    extra.extend(descales)
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     try:

@@ -160,7 +160,7 @@ def assert_exact(
         ("lse", lse, right.lse, yard.lse, lse.dtype),
     ]
     yards = [yard_grads, _by_rounded_rows(right, inputs, fixed, named, do, dlse)]
-    if narrow is not None and "sinks" in inputs:
+    if "sinks" in inputs:
         yards.append({"sinks": _sinks_gradient(right, inputs["sinks"], do, narrow)})
     yard_grads = _added(right_grads, yards)
     rows += [
@@ -207,14 +207,30 @@ def _by_rounded_rows(
     return grads
 
 
-def _sinks_gradient(right: Any, sinks: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
-    """From the exact out and lse, out rounded as a backward pass has it: -P_sink rowsum(out * do),
-    summed over rows."""
+def _sinks_gradient(right: Any, sinks: Tensor, do: Tensor, narrow: torch.dtype | None) -> Tensor:
+    """From the exact out and lse, -P_sink rowsum(out * do) summed over rows; as a backward pass
+    has it: of out rounded to a narrow dtype, or in float32 with the standard error of such a sum.
+
+    A call has few sinks, so that the plain computation's error may be small by luck. In float32
+    P_sink is wrong by lse's rounding, and a product of two rows by its terms'.
+    """
     sinks = sinks.detach().double()
-    weight = torch.sigmoid((sinks[:, None] if sinks.dim() == 1 else sinks[:, :, None]) - right.lse)
-    each = -weight * (right.out.to(dtype).double() * do.double()).sum(-1)
-    each = each.where(right.lse != float("-inf"), 0.0).sum(-1)
-    return each.sum_to_size(sinks.shape).detach()
+    out, do = right.out.detach(), do.double()
+    sees = right.lse.detach().isfinite()
+    lse = right.lse.detach().where(sees, 0.0)
+    weight = torch.sigmoid((sinks[:, None] if sinks.dim() == 1 else sinks[:, :, None]) - lse)
+    weight = weight.where(sees, 0.0)
+    if narrow is not None:
+        out = out.to(narrow).double()
+    each = (out * do).sum(-1)
+    total = -(weight * each).sum(-1).sum_to_size(sinks.shape)
+    if narrow is not None:
+        return total
+    eps = torch.finfo(torch.float32).eps
+    wrong = weight * (
+        eps / 4 * (1 + lse.abs()) * each.abs() + eps / 2 * out.norm(dim=-1) * do.norm(dim=-1)
+    )
+    return total + wrong.square().sum(-1).sum_to_size(sinks.shape).sqrt()
 
 
 def assert_close(actual: Iterable[Tensor], wanted: Iterable[Tensor], atol: float = 2e-5) -> None:
