@@ -161,7 +161,7 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
         **lacking: Tensor,
     ) -> Attend:
         from torch._functorch import config as functorch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
         _refuse("flex", fp8=spec.is_fp8, dropout=spec.has_dropout)
         # its backward is run again and again (retain_graph), which donated buffers forbid
@@ -185,8 +185,8 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
                 plain: Any = flex_attention(q, k, v, **named)
                 return plain  # type: ignore[no-any-return]  # a tuple only with return_lse
             # It has no sinks: users rescale its out by what a sink leaves to the keys.
-            out, lse = flex_attention(q, k, v, **named, return_lse=True)
-            rescaled: Tensor = out * torch.sigmoid(lse - sinks[..., None]).to(out.dtype)
+            out, aux = flex_attention(q, k, v, **named, return_aux=AuxRequest(lse=True))
+            rescaled: Tensor = out * torch.sigmoid(aux.lse - sinks[..., None]).to(out.dtype)
             return rescaled
 
         compiled: Attend = torch.compile(attend, dynamic=False, mode=mode)
