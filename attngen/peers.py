@@ -186,7 +186,8 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
                 return plain  # type: ignore[no-any-return]  # a tuple only with return_lse
             # It has no sinks: users rescale its out by what a sink leaves to the keys.
             out, aux = flex_attention(q, k, v, **named, return_aux=AuxRequest(lse=True))
-            rescaled: Tensor = out * torch.sigmoid(aux.lse - sinks[..., None]).to(out.dtype)
+            share = torch.sigmoid(aux.lse - sinks[..., None]).to(out.dtype)
+            rescaled: Tensor = out * share[..., None]
             return rescaled
 
         compiled: Attend = torch.compile(attend, dynamic=False, mode=mode)

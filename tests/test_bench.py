@@ -156,6 +156,7 @@ def test_peer_that_cannot_serve_says_why(name: str, spec: AttentionSpec, reason:
     assert reason in line
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_rescales_for_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda attend, **named: attend)
     q, k, v = (x.detach() for x in make_qkv(2, 2, 12))
