@@ -141,7 +141,7 @@ _BWD_STARTS: dict[int, tuple[HopperBwdConfig, ...]] = {
 
 def starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     """Good configs from earlier measurements that fit here, best guess first."""
-    if unserved(spec, gpu, bucket.direction):
+    if unserved(spec, gpu):
         return []
     dim = max(spec.head_dim, spec.head_dim_v)
     table: dict[int, Any] = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
@@ -178,7 +178,7 @@ def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Hopper
 
 
 def _fitting(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
-    if unserved(spec, gpu, bucket.direction):
+    if unserved(spec, gpu):
         return []
     every = (c for c in _all(bucket.direction) if not infeasible(spec, c, gpu))
     return list(dict.fromkeys([*starts(spec, bucket, gpu), *_worthwhile(spec, list(every))]))

@@ -123,7 +123,7 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     if spec.is_packed:  # has no descriptors
         variants = [config for config in variants if config.tiles == "pointer"]
     if arch == hopper.ARCH and direction != "decode":
-        served = not hopper.unserved_anywhere(spec, direction)
+        served = not hopper.unserved_anywhere(spec)
         variants += hopper_variants(spec, direction) if served else []
     for config in variants:
         _, _, body = render(spec, config).split('"""', 2)
