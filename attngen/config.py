@@ -7,6 +7,7 @@ constraints; search, look-up and default all ask it.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
@@ -131,9 +132,15 @@ def _hint(direction: Direction, name: str, known: list[str]) -> str:
     return nearest(name, known)
 
 
+@functools.cache
+def _kinds(cls: type[KernelConfig]) -> dict[str, Any]:
+    """The types of a config's fields."""
+    return get_type_hints(cls)
+
+
 def value_problem(cls: type[KernelConfig], name: str, value: Any) -> str | None:
     """What a config field may be, if that is not what it is: "must be an int"."""
-    kind = get_type_hints(cls)[name]
+    kind = _kinds(cls)[name]
     choices = get_args(kind)
     if choices and (value not in choices or isinstance(value, bool)):
         return f"must be one of {', '.join(map(str, choices))}"
