@@ -231,6 +231,7 @@ def test_numpy_numbers_are_taken_by_calls() -> None:
     assert torch.equal(*seeded)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("side", [values.MAX_POSITION, 2**31, 2**63 - 1, 2**63, 10**30])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_window_beyond_every_row_is_an_open_one(side: int, causal: bool) -> None:
@@ -412,6 +413,7 @@ BAD_KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
