@@ -133,7 +133,7 @@ def _hint(direction: Direction, name: str, known: list[str]) -> str:
 
 
 @functools.cache
-def _kinds(cls: type[KernelConfig]) -> dict[str, Any]:
+def _kinds(cls: type) -> dict[str, Any]:
     """The types of a config's fields."""
     return get_type_hints(cls)
 

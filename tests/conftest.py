@@ -12,8 +12,8 @@ import torch
 
 from attngen.store import Store
 
-# Files with hundreds of calls in the interpreter: each day another tenth of their tests is quick, one
-# at least, and the rest slow. Elsewhere `pytest.mark.rotating` does the same for one test function.
+# Files with hundreds of calls in the interpreter: each day another tenth of their tests is quick,
+# one at least, and the rest slow. Elsewhere `pytest.mark.rotating` says it of one test function.
 ROTATING = {
     "test_append.py",
     "test_block_map.py",
