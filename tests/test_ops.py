@@ -74,13 +74,13 @@ def seq_major(x: Tensor) -> Tensor:
 def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A list that grows by the direction of each kernel call."""
     seen: list[str] = []
-    launch = calls._launch
+    launch = calls.launch
 
     def counting(call: Any, inputs: Any, extra: Any) -> Any:
         seen.append("fwd" if len(inputs) == 3 else "bwd")
         return launch(call, inputs, extra)
 
-    monkeypatch.setattr(calls, "_launch", counting)
+    monkeypatch.setattr(calls, "launch", counting)
     return seen
 
 
@@ -706,20 +706,20 @@ def test_int_seeds_are_symbolic_under_dynamic_compile() -> None:
 def test_call_layouts_differ_in_all_that_a_launch_depends_on() -> None:
     q, k, v = make_qkv(seqlen_q=6, dim=16)
     inputs: tuple[Tensor | None, ...] = (q, k, v, None)
-    base = calls._layout("key", inputs, [0.5], [0, 1])
+    base = calls.layout_of("key", inputs, [0.5], [0, 1])
     others = [
-        calls._layout("other", inputs, [0.5], [0, 1]),
-        calls._layout("key", inputs, [0.25], [0, 1]),
-        calls._layout("key", inputs, [0.5], [0, 2]),
-        calls._layout("key", (q, k, v, v), [0.5], [0, 1]),
-        calls._layout("key", (q.half(), k, v, None), [0.5], [0, 1]),
-        calls._layout("key", (q[:, :, :5], k, v, None), [0.5], [0, 1]),
-        calls._layout("key", (seq_major(q), k, v, None), [0.5], [0, 1]),
-        calls._layout("key", (q, seq_major(k), v, None), [0.5], [0, 1]),
-        calls._layout("key", (q, k, v.to("meta"), None), [0.5], [0, 1]),
+        calls.layout_of("other", inputs, [0.5], [0, 1]),
+        calls.layout_of("key", inputs, [0.25], [0, 1]),
+        calls.layout_of("key", inputs, [0.5], [0, 2]),
+        calls.layout_of("key", (q, k, v, v), [0.5], [0, 1]),
+        calls.layout_of("key", (q.half(), k, v, None), [0.5], [0, 1]),
+        calls.layout_of("key", (q[:, :, :5], k, v, None), [0.5], [0, 1]),
+        calls.layout_of("key", (seq_major(q), k, v, None), [0.5], [0, 1]),
+        calls.layout_of("key", (q, seq_major(k), v, None), [0.5], [0, 1]),
+        calls.layout_of("key", (q, k, v.to("meta"), None), [0.5], [0, 1]),
     ]
     assert len({base, *others}) == 1 + len(others)
-    assert base == calls._layout("key", (q + 1, k, v, None), [0.5], [0, 1])
+    assert base == calls.layout_of("key", (q + 1, k, v, None), [0.5], [0, 1])
 
 
 def test_remembered_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
