@@ -7,7 +7,6 @@ constraints; search, look-up and default all ask it.
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
@@ -132,15 +131,15 @@ def _hint(direction: Direction, name: str, known: list[str]) -> str:
     return nearest(name, known)
 
 
-@functools.cache
-def _kinds(cls: type) -> dict[str, Any]:
-    """The types of a config's fields."""
-    return get_type_hints(cls)
+_KINDS: dict[Any, dict[str, Any]] = {}
+"""The types of a class's fields, once asked for."""
 
 
 def value_problem(cls: type[KernelConfig], name: str, value: Any) -> str | None:
     """What a config field may be, if that is not what it is: "must be an int"."""
-    kind = _kinds(cls)[name]
+    if cls not in _KINDS:
+        _KINDS[cls] = get_type_hints(cls)
+    kind = _KINDS[cls][name]
     choices = get_args(kind)
     if choices and (value not in choices or isinstance(value, bool)):
         return f"must be one of {', '.join(map(str, choices))}"
