@@ -812,7 +812,19 @@ def undecoded(spec: AttentionSpec) -> list[str]:
         "a head_dim_v of parts that are no powers of two from 16 on": spec.shared_kv
         and any(part.padded for part in spec.v_parts),
     }
-    return [f"{name} with {who} is not built yet" for name, is_on in named.items() if is_on]
+    steps = {
+        "paged": "gather the pages into dense k and v, and leave paged out",
+        "key_lengths": "leave key_lengths out, and hide the keys by attn_mask",
+        "shared_kv": "leave shared_kv out",
+        "decode": "the forward serves it",
+    }
+    own = {("FP8 inputs", who): "dequantise them and use bfloat16"}
+    own['layout="thd"', "key_lengths"] = "leave key_lengths out: seqused_k of packed calls says it"
+    return [
+        f"{name} with {who} is not built yet; {own.get((name, who), steps[who])}"
+        for name, is_on in named.items()
+        if is_on
+    ]
 
 
 def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:
