@@ -172,7 +172,7 @@ def _takes_turns(config: HopperConfig) -> bool:
 def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     """Every config worth a trial, a few dozen: the good ones, then what else the axes allow. None
     for lengths that fill no tile, or as a mean of packed ones half a tile."""
-    lengths = (bucket.seqlen_q, bucket.seqlen_k)
+    lengths = (bucket.seqlen_q, bucket.seqlen_k)  # powers of two: a mean of 65 has 128
     least = 2 * ROWS if spec.is_packed else ROWS
     return [] if any(0 < each < least for each in lengths) else _fitting(spec, bucket, gpu)
 
