@@ -200,7 +200,7 @@ def test_flash_attention_3_gets_its_layout_and_options(monkeypatch: pytest.Monke
         return q, None
 
     module = types.ModuleType("fa3_fwd_interface")
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
     spec = AttentionSpec(head_dim=16, causal=True, window=(3, 0), softcap=2.0)
     (found,) = run(by_name("fa3"), spec=spec, directions=("fwd",), rounds=1)
