@@ -110,12 +110,15 @@ DECODE_SPECS = {
 
 @pytest.mark.parametrize(
     "names",
-    [("base", "paged", "kv-e4m3"), pytest.param(tuple(DECODE_SPECS), marks=pytest.mark.slow, id="all")],
+    [
+        ("base", "paged", "kv-e4m3"),
+        pytest.param(tuple(DECODE_SPECS), marks=pytest.mark.slow, id="all"),
+    ],
 )
 def test_decode_compiles_for_hopper(names: tuple[str, ...]) -> None:
     lines = [
         {
-            "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,  # type: ignore[arg-type]  # fields
+            "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,
             "direction": "decode",
             "config": structural_variants("decode")[0].as_dict(),
             "workload": "2,8,2,3,4096",
