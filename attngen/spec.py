@@ -761,6 +761,7 @@ def undecoded(spec: AttentionSpec) -> list[str]:
         "paged": "gather the pages into dense k and v, and leave paged out",
         "key_lengths": "leave key_lengths out, and hide the keys by attn_mask",
         "shared_kv": "leave shared_kv out",
+        "kv_dtype": "dequantise k and v, and leave kv_dtype and kv_scale out",
         "decode": "the forward serves it",
     }
     own = {("FP8 inputs", who): "dequantise them and use bfloat16"}
