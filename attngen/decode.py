@@ -27,6 +27,8 @@ gives_way = False
 """Set while a forward config is pinned (`attngen.pinned`): only what needs decode runs it."""
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
 _REGISTERS = 255
+_SM_REGISTERS = 65536
+_FEW_REGISTERS = 96
 _ENOUGH = 0.95
 """Of the best occupation of the last wave: fewer splits that reach it are better."""
 
@@ -52,6 +54,13 @@ class DecodeConfig(NamedFields):
     @property
     def unused(self) -> tuple[str, ...]:
         return ("programs_per_sm",) if self.split_keys else ()
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread, such that programs_per_sm programs fit on an SM; 0: as the compiler likes,
+        where that is no limit, or one so low that what exceeds it would go through memory."""
+        count = _SM_REGISTERS // (self.programs_per_sm * 32 * self.num_warps) // 8 * 8
+        return count if _FEW_REGISTERS <= count < _REGISTERS and not self.split_keys else 0
 
 
 def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
@@ -167,10 +176,13 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
     split_keys = INVARIANT_KEYS if spec.batch_invariant else 0
     wide, long = max(spec.head_dim, spec.head_dim_v) > 128, bucket.seqlen_k > 1024
     # On an H200, bfloat16, D 128, 1 to 128 sequences of 512 to 65536 keys: 0.98 of the best in the
-    # mean. Pages take a stage for the table, and more programs.
+    # mean. Pages, whose addresses take registers, are best in smaller tiles.
     sizes = [(64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2), (16, 4, 1, 2)]
-    if spec.paged:
-        sizes = [(64, 4, 4, 4), *sizes]
+    if spec.is_quantized:
+        by_key = spec.kv_scale == "key" or (spec.kv_scale == "head" and spec.paged)
+        sizes = [(128, 4, 3, 2) if by_key else (64, 4, 3, 4), *sizes]
+    elif spec.paged:
+        sizes = [(64, 4, 4, 2), *sizes]
     elif long and not wide:
         sizes = [(128, 8 if block_m == _MIN_BLOCK else 4, 3, 1), *sizes]
     if spec.shared_kv and wide:
