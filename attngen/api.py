@@ -38,6 +38,7 @@ from attngen.errors import DtypeError, SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.jagged import are_jagged, jagged
 from attngen.masks import check_mask_fields, check_masks, fields_of
+from attngen.repeat import repeated, repeated_method
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.spec import AUX, FP8_DTYPES, AttentionSpec, function_text
 from attngen.values import (
@@ -92,6 +93,7 @@ class Attention:
         if spec.deterministic is None:
             spec = replace(spec, deterministic=torch.are_deterministic_algorithms_enabled())
         self.spec = spec
+        self._owner = spec.key
         bare = replace(spec, aux=()) if spec.aux else spec  # a call says which side outputs
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
@@ -102,7 +104,6 @@ class Attention:
         self._mask = None
         if spec.block_map:
             self._mask = mask_key(spec.causal, spec.window, spec.chunk, str(spec.mask_mod))
-        self._numbers = default_numbers(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
         self._masks = tuple(field for field in masks if getattr(spec, field))
@@ -116,6 +117,7 @@ class Attention:
     def __reduce__(self) -> tuple[Any, tuple[AttentionSpec]]:
         return Attention, (self.spec,)
 
+    @repeated_method
     def __call__(
         self,
         q: Tensor,
@@ -232,26 +234,6 @@ class Attention:
             UnsupportedSpecError: a tensor whose feature is not built.
         """
         spec = self.spec
-        if (
-            self._numbers is not None
-            and not torch.compiler.is_compiling()
-            and not tensors
-            and (return_lse is False or return_lse is True)
-            and return_aux is _NONE
-            and aux_tensors is None
-            and attn_mask is bias is alibi_slopes is sinks is None
-            and prefix_lens is doc_ids_q is doc_ids_k is tree_mask is None
-            and block_map is None
-            and dropout_p is dropout_seed is q_descale is k_descale is v_descale is None
-            and cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is block_table is None
-            and q_start is k_start is batch_start is head_start is _ZERO
-            and q_step is k_step is _ONE
-            and seqlen_q_total is seqlen_k_total is None
-            and partial is False
-        ):  # the usual call, in few steps
-            made = ops.again(self._text_key, q, k, v, *self._numbers)
-            if made is not None:
-                return (made[0], made[1]) if return_lse else made[0]
         if tensors:
             refuse_names(tensors, self.__call__)
         if return_aux is _NONE and spec.aux:
@@ -405,6 +387,7 @@ class Attention:
         return f"attngen.compile({self.spec.key})"
 
 
+@repeated
 def attention(
     q: Tensor,
     k: Tensor,
@@ -610,24 +593,6 @@ def attention(
             x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
         ]
     return _results(out, lse, return_lse, wanted, sides)
-
-
-def default_numbers(spec: AttentionSpec) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """The op's `scalars` and `ints` of a call with q, k and v alone, as it gets them; None where
-    calls take more, or a scale that is not positive changes q."""
-    scale = spec.head_dim**-0.5 if spec.softmax_scale is None else float(spec.softmax_scale)
-    if scale <= 0 or spec.tensor_args or spec.aux or spec.layout != "bhsd":
-        return None
-    left, right = spec.window or (None, None)
-    scalars = {"softmax_scale": scale, "softcap": spec.softcap}
-    ints = {"partial": 0, "window_left": left, "window_right": right, "chunk": spec.chunk}
-    ints |= dict.fromkeys(("q_start", "k_start", "batch_start", "head_start"), 0)
-    ints |= {"q_step": 1, "k_step": 1, "seqlen_q_total": -1, "seqlen_k_total": -1}
-    ints["bottom_right"] = int(spec.causal != "top_left")
-    return (
-        tuple(float(scalars[name] or 0) for name in spec.scalar_args),
-        tuple(int(ints[name] or 0) for name in spec.int_args),
-    )
 
 
 def _is_dense(q: Any, layout: Any, offsets: tuple[Any, ...]) -> bool:

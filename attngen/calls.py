@@ -9,7 +9,8 @@ as such views.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ from attngen.decode import DecodeConfig, forward_direction, partial_shape, row_t
 from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
 from attngen.identity import parsed
-from attngen.kernel import Tensors
+from attngen.kernel import Prepared, Tensors
 from attngen.masks import document_scratch
 from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
 from attngen.packed import (
@@ -79,6 +80,42 @@ class _Call(NamedTuple):
     sequences: AttentionSpec | None = None
     """Set if the values of offsets must be looked at, on the CPU: the spec."""
 
+    def repeat(self, tensors: list[Tensor | None]) -> bool:
+        """Launch for tensors that have the addresses of those that kernels take; False if these
+        must have their shapes, too."""
+        if not isinstance(self.run, Prepared):
+            return False
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            return self.run.repeat(tensors)
+        with torch.cuda.device(self.device):
+            return self.run.repeat(tensors)
+
+    def launch(self, tensors: Tensors, count: int) -> None:
+        """Launch for tensors as kernels take them, of which `count` are results and scratch."""
+        if self.device is None and self.sequences is not None:
+            extra = tensors[3 + count :]
+            q: Tensor = tensors[0]  # type: ignore[assignment]  # never None
+            k: Tensor = tensors[1]  # type: ignore[assignment]  # never None
+            if self.sequences.has_lengths:
+                paged.check_values(self.sequences, k, extra)
+            else:
+                check_values(packed_of(self.sequences, extra), q.shape[2], k.shape[2])
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            self.run(tensors)
+        else:
+            with torch.cuda.device(self.device):
+                self.run(tensors)
+
+
+class Launched(NamedTuple):
+    """A call of a layout that was remembered, as it was launched."""
+
+    text_key: str
+    call: _Call
+    inputs: Tensors
+    made: list[Tensor]
+    extra: Sequence[Tensor | None]
+
 
 TRANSPOSED_KEYS = 128
 
@@ -123,7 +160,9 @@ def forward(
     text_key = key_of(text_key, q, k, v)
     at = _layout(text_key, (*inputs, *extra), scalars, ints)
     call = _CALLS.get(at)
+    is_known = call is not None
     if call is None or _is_off(*inputs, *extra):
+        is_known = False
         spec = _check(text_key, q, k, v, extra)
         batch, heads, seqlen_q, _ = q.shape
         out = _bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
@@ -143,30 +182,27 @@ def forward(
     elif call.places is not None:
         extra = placed(call.places, extra, q, k)
     made = _launch(call, inputs, extra)
+    seen = getattr(_WATCHED, "seen", None)
+    if is_known and seen is not None:
+        seen.append(Launched(text_key, call, inputs, made, extra))
     if not call.aux:
         return made[:2]
     first = None if call.sequences is None else packed_of(call.sequences, extra).cu_seqlens_q
     return [*made[:2], *side_outputs(call.aux, made[2:], first)]
 
 
-def again(
-    text_key: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scalars: Sequence[float],
-    ints: Sequence[int],
-) -> list[Tensor] | None:
-    """[out, lse] of a layout that is known, and of a spec without further tensors; else None."""
-    inputs = (q, k, v)
+_WATCHED = threading.local()
+
+
+@contextmanager
+def watched() -> Iterator[list[Launched]]:
+    """To the list, what `forward` launches within, in this thread, of layouts it knew before."""
+    before = getattr(_WATCHED, "seen", None)
+    _WATCHED.seen = []
     try:
-        text_key = key_of(text_key, q, k, v)
-        call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
-    except (RuntimeError, TypeError, IndexError):  # no strides, sizes without a value, no dims
-        return None
-    if call is None or _is_off(*inputs):
-        return None
-    return _launch(call, inputs, ())
+        yield _WATCHED.seen
+    finally:
+        _WATCHED.seen = before
 
 
 def backward(
@@ -521,19 +557,8 @@ def _numbers(
 def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
     """Run a call's kernel on its device, into new memory."""
     like: Tensor = inputs[0]  # type: ignore[assignment]  # q, never None
-    if call.device is None and call.sequences is not None:
-        key: Tensor = inputs[1]  # type: ignore[assignment]  # never None
-        if call.sequences.has_lengths:
-            paged.check_values(call.sequences, key, extra)
-        else:
-            check_values(packed_of(call.sequences, extra), like.shape[2], key.shape[2])
     made = [each.make(like) for each in call.memory]
-    tensors = (*inputs, *made, *extra)
-    if call.device is None or call.device == torch._C._cuda_getDevice():
-        call.run(tensors)
-    else:
-        with torch.cuda.device(call.device):
-            call.run(tensors)
+    call.launch((*inputs, *made, *extra), len(inputs) - 3 + len(made))
     return made
 
 

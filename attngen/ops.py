@@ -117,27 +117,6 @@ def forward(
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
 
 
-def again(
-    text_key: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scalars: tuple[float, ...],
-    ints: tuple[int, ...],
-) -> list[Tensor] | None:
-    """What `forward` gives where such a call, without gradients, was made before; None elsewhere.
-
-    Whatever could be wrong with a call was seen in the first of its layout.
-    """
-    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
-        return None
-    if not _is_plain(q, k, v) or torch._C._is_any_autocast_enabled() or _may_have_tangents():
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    return calls.again(text_key, q, k, v, scalars, ints)
-
-
 def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor | None]) -> bool:
     if not torch.is_grad_enabled():
         return False
