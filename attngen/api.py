@@ -58,8 +58,9 @@ from attngen.workload import Direction, Workload, check_direction
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
 _NO_TEXTS = (None, None)
-_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",))
-"""Spec fields of no lengths, of seqused_k, and of block_table beside it."""
+_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",), ("paged",))
+"""Spec fields of no lengths, of seqused_k, of block_table beside it, and of cu_seqlens_q beside
+both."""
 
 
 def compile(spec: AttentionSpec, **options: Any) -> Attention:
@@ -251,7 +252,7 @@ class Attention:
         sequences: packed.Packed | None = None
         lengths: tuple[Tensor, ...] = ()
         if spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed):
-            paged.check_fields(spec, seqused_k, block_table)
+            paged.check_fields(spec, seqused_k, block_table, cu_seqlens_q)
             lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
             by_key = {"attn_mask": attn_mask, "bias": bias, "doc_ids_k": doc_ids_k}
             paged.refuse_beside(shard, block_table, **by_key)
@@ -259,6 +260,8 @@ class Attention:
         if spec.paged:
             k, v = paged.heads_first(k, v)
             q = q.transpose(1, 2) if spec.layout == "bshd" else q
+            if spec.packs_queries:
+                q, cu_seqlens_q = paged.queries_first(q), None
         elif spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -280,7 +283,7 @@ class Attention:
         if self._scores or not (
             attn_mask is None and bias is None and alibi_slopes is None and sinks is None
         ):
-            count = None if sequences is None else sequences.num_seqs
+            count = _count(sequences, lengths)
             scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
             check_score_fields(self._scores, scores)
         masks = None
@@ -288,7 +291,7 @@ class Attention:
             prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
         ):
             totals = (seqlen_q_total, seqlen_k_total)
-            count = None if sequences is None else sequences.num_seqs
+            count = _count(sequences, lengths)
             if lengths:
                 totals = (q.shape[2], paged.capacity(k, block_table))
             tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
@@ -329,6 +332,8 @@ class Attention:
         )
         if spec.layout == "bshd":
             out = out.transpose(1, 2)
+        elif spec.packs_queries:
+            out, lse = packed.rows_first(out, lse)
         elif sequences is not None:
             out, lse = packed.rows_first(out, lse)
             sides = packed.side_rows_first(_in_order(wanted), sides)
@@ -355,9 +360,13 @@ class Attention:
         batch row may be."""
         count = None
         if self.spec.paged:
-            paged.check_fields(self.spec, block_table, block_table)
+            given = block_table if self.spec.packs_queries else None  # whatever they are
+            paged.check_fields(self.spec, block_table, block_table, given)
             k, v = paged.heads_first(k, v)
             q = q.transpose(1, 2) if self.spec.layout == "bshd" else q
+            if self.spec.packs_queries:
+                assert block_table is not None  # see check_fields
+                q, count = paged.queries_first(q), block_table.shape[0]
         elif self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         elif self.spec.is_packed:
@@ -465,7 +474,9 @@ def attention(
         paged.refuse_beside(shard, block_table, **by_key)
         if block_table is not None:
             k, v = paged.heads_first(k, v)
-        if isinstance(layout, str) and layout == "bshd":
+        if len(lengths) > 2:
+            q, layout, cu_seqlens_q = paged.queries_first(q), _packed_layout(layout), None
+        elif isinstance(layout, str) and layout == "bshd":
             q, k, v = _rows_to_heads(q, k, v, is_paged=block_table is not None)
         seqused_k = None
     elif are_jagged(q, k, v):
@@ -476,7 +487,8 @@ def attention(
         layout = "thd"
     has_offsets = not (cu_seqlens_q is None and cu_seqlens_k is None)
     has_used = not (seqused_q is None and seqused_k is None)
-    if has_offsets or has_used or (isinstance(layout, str) and layout == "thd"):
+    is_packed = isinstance(layout, str) and layout == "thd" and not lengths
+    if has_offsets or has_used or is_packed:
         sequences = packed.offsets(layout, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         layout = "thd"
         packed.refuse_beside(attn_mask, bias, shard)
@@ -490,12 +502,12 @@ def attention(
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
-        count = None if sequences is None else sequences.num_seqs
+        count = _count(sequences, lengths)
         scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
     masks = None
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
         totals = (seqlen_q_total, seqlen_k_total)
-        count = None if sequences is None else sequences.num_seqs
+        count = _count(sequences, lengths)
         if lengths:
             totals = (q.shape[2], paged.capacity(k, block_table))
         tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
@@ -583,6 +595,8 @@ def attention(
     )
     if layout == "bshd":
         out = out.transpose(1, 2)
+    elif len(lengths) > 2:
+        out, lse = packed.rows_first(out, lse)
     elif sequences is not None:
         out, lse = packed.rows_first(out, lse)
         sides = packed.side_rows_first(_in_order(wanted), sides)
@@ -593,6 +607,23 @@ def attention(
             x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
         ]
     return _results(out, lse, return_lse, wanted, sides)
+
+
+def _count(sequences: packed.Packed | None, lengths: tuple[Tensor, ...]) -> int | None:
+    """How many sequences of packed queries there are; None if they are not packed."""
+    if sequences is not None:
+        return sequences.num_seqs
+    return lengths[0].shape[0] - 1 if len(lengths) > 2 else None
+
+
+def _packed_layout(layout: Any) -> Any:
+    """The layout of a call with cu_seqlens_q."""
+    if layout == "bshd":
+        raise SpecError(
+            'cu_seqlens_q with layout="bshd": packed queries have the layout "thd", q (total_q, '
+            "heads, dim); leave layout out"
+        )
+    return "thd"
 
 
 def _is_dense(q: Any, layout: Any, offsets: tuple[Any, ...]) -> bool:

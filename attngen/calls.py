@@ -17,10 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen import interpreter, paged
+from attngen import counters, interpreter, paged
 from attngen.block_map import check_lists
 from attngen.checks import check_descales, check_tensors
-from attngen.decode import DecodeConfig, forward_direction, partial_shape, row_tiles, split_count
+from attngen.decode import (
+    DecodeConfig,
+    counter_count,
+    forward_direction,
+    partial_shape,
+    row_tiles,
+    split_count,
+)
 from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
 from attngen.identity import parsed
@@ -51,6 +58,13 @@ class Memory(NamedTuple):
 
     def make(self, like: Tensor) -> Tensor:
         return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+
+class Counters(Memory):
+    """Counters of a kernel, which are not allocated for each call; the last thing it takes."""
+
+    def make(self, like: Tensor) -> Tensor:
+        return counters.zeros(like, self.shape[0])
 
 
 def transposed(v: Tensor) -> Memory:
@@ -97,7 +111,7 @@ class _Call(NamedTuple):
             q: Tensor = tensors[0]  # type: ignore[assignment]  # never None
             k: Tensor = tensors[1]  # type: ignore[assignment]  # never None
             if self.sequences.has_lengths:
-                paged.check_values(self.sequences, k, extra)
+                paged.check_values(self.sequences, q.shape[2], k, extra)
             else:
                 check_values(packed_of(self.sequences, extra), q.shape[2], k.shape[2])
         if self.device is None or self.device == torch._C._cuda_getDevice():
@@ -340,6 +354,8 @@ def _is_nothing(spec: AttentionSpec, q: Tensor, v: Tensor, extra: Sequence[Tenso
     """Does no query see any key, by the shapes?"""
     if q.numel() == 0 or v.numel() == 0:
         return True
+    if spec.packs_queries:
+        return paged.num_seqs(spec, extra) == 0
     return spec.is_packed and packed_of(spec, extra).num_seqs == 0
 
 
@@ -464,6 +480,10 @@ def _settled(
     if spec.is_packed:
         count = packed_of(spec, extra).num_seqs
         sizes = packed_workload(count, heads, k.shape[1], seqlen_q, k.shape[2])
+    if spec.packs_queries:
+        count = paged.num_seqs(spec, extra)
+        sizes = packed_workload(count, heads, k.shape[1], seqlen_q, k.shape[2])
+        sizes = replace(sizes, seqlen_k=seqlen_k)
     place = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
     if spec.paged:
         place = replace(place, page_size=k.shape[2])
@@ -479,7 +499,9 @@ def _settled(
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
     if isinstance(kernel.config, DecodeConfig):
-        memory += partials(kernel.config, sizes, (left, right), dim_v, resolved.gpu.sm_count)
+        total = seqlen_q if spec.packs_queries else None
+        sms = resolved.gpu.sm_count
+        memory += partials(kernel.config, sizes, (left, right), dim_v, sms, total)
     if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
         memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
@@ -512,17 +534,23 @@ def partials(
     window: tuple[int | None, int | None],
     dim_v: int,
     sm_count: int,
+    total_q: int | None = None,
 ) -> list[Memory]:
-    """Scratch of a decode's splits; none if there is one."""
+    """Scratch of a decode's splits; none if there is one. `total_q` is of packed queries."""
     rows, group, seen = sizes.seqlen_q, sizes.group_size, sizes.seqlen_k
     left, right = window
     if left is not None and right is not None and not config.split_keys:
         seen = min(seen, left + right + rows)
-    programs = sizes.batch * sizes.num_heads_kv * row_tiles(config, rows, group)
-    splits = split_count(config, programs, seen, sm_count)
+    tiles = sizes.batch * row_tiles(config, rows, group)
+    total = sizes.batch * rows if total_q is None else total_q
+    splits = split_count(config, tiles * sizes.num_heads_kv, seen, sm_count)
     if splits == 1:
         return []
-    return [_float32(*partial_shape(splits, sizes.batch * sizes.num_heads_q * rows, dim_v))]
+    if total_q is not None:
+        tiles = total_q * group // config.block_m + sizes.batch + 2
+    made = [_float32(*partial_shape(splits, total * sizes.num_heads_q, dim_v))]
+    count = counter_count(config, tiles, sizes.num_heads_kv)
+    return [*made, Counters((count,), (1,), torch.int32)] if count else made
 
 
 def _is_captured(device: int | None) -> bool:

@@ -43,7 +43,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("prefix", spec.prefix_lm),
             ("documents", spec.documents),
             ("tree", spec.tree_mask),
-            ("packed", spec.is_packed),
+            ("packed", spec.layout == "thd"),
             ("paged", spec.paged),
             ("lengths", spec.key_lengths),
             ("shared", spec.shared_kv),

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attngen import calls
-from attngen.calls import Memory
+from attngen.calls import Counters, Memory
 from attngen.identity import parsed
 from attngen.resolve import on_reset
 
@@ -31,6 +31,7 @@ class _Known(NamedTuple):
     """What `calls` remembers of it."""
     memory: list[Memory]
     """Of the results as they are returned, then of the scratch."""
+    counters: Counters | None
     order: list[int]
     """Of each tensor that the kernel takes, its number among the tensors of the call, those of
     `memory`, and None."""
@@ -163,6 +164,8 @@ def _again(known: _Known, tensors: list[Any]) -> Any:
     else:
         for each in known.memory:
             tensors.append(each.make(q))
+    if known.counters is not None:
+        tensors.append(known.counters.make(q))
     tensors.append(None)
     given = [tensors[n] for n in known.order]
     if not known.call.repeat(given):
@@ -201,13 +204,17 @@ def _learnt(launched: calls.Launched, given: dict[str, Tensor], result: Any) -> 
         else:
             shown = next((y for y in results if _is_same(x, y)), x)
             order.append(len(given) + len(memory))
+            if isinstance(launched.call.memory[len(memory)], Counters):
+                continue
             memory.append(Memory(tuple(shown.shape), shown.stride(), x.dtype))
     for number, x in enumerate(results):
         if not _is_same(x, made[number]):
             return None
         at.append(order[3 + number])
     views = [None if x is None else (x.shape, x.stride()) for x in tensors]
-    return _Known(launched.call, memory, order, views, tuple(at), len(made))
+    last = launched.call.memory[-1]
+    counters = last if isinstance(last, Counters) else None
+    return _Known(launched.call, memory, counters, order, views, tuple(at), len(made))
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:

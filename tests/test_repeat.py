@@ -167,6 +167,7 @@ def test_what_is_wrong_is_seen_whatever_was_called_before(changed: dict[str, Any
         attngen.attention(*tensors, **{**right, **changed})
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.func
 def test_what_acts_on_a_call_keeps_it_from_the_short_way(taken: list[Any]) -> None:
     q, k, v = _dense()
     for _ in range(3):
