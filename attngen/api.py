@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import ops, packed, paged, resolve
+from attngen import in_place, ops, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     BIAS_DTYPES,
@@ -156,6 +156,7 @@ class Attention:
         batch_start: int = 0,
         head_start: int = 0,
         partial: bool = False,
+        out: Tensor | None = None,
         **tensors: Any,
     ) -> Any:
         """Attention of q, k and v.
@@ -222,6 +223,8 @@ class Attention:
             batch_start, head_start: global numbers of the first batch row and query head, for
                 dropout.
             partial: return out in float32, for `merge`.
+            out: a tensor to write the result to, of its shape, dtype and device, the last stride 1,
+                that shares no memory with q, k and v; it is returned. Without gradients.
 
         Returns:
             out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype (bfloat16 for FP8) and
@@ -307,7 +310,10 @@ class Attention:
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
-        out, lse, *sides = _run(
+        into = None
+        if out is not None:
+            into = in_place.heads_first(out, spec.layout, spec.layout == "thd", wanted)
+        made, lse, *sides = _run(
             key,
             q,
             k,
@@ -329,22 +335,23 @@ class Attention:
             starts=starts,
             block_map=tiles,
             partial=partial,
+            out=into,
         )
         if spec.layout == "bshd":
-            out = out.transpose(1, 2)
+            made = made.transpose(1, 2)
         elif spec.packs_queries:
-            out, lse = packed.rows_first(out, lse)
+            made, lse = packed.rows_first(made, lse)
         elif sequences is not None:
-            out, lse = packed.rows_first(out, lse)
+            made, lse = packed.rows_first(made, lse)
             sides = packed.side_rows_first(_in_order(wanted), sides)
         if nested is not None:
-            out, lse = nested.nested(out), nested.nested(lse)
+            made, lse = nested.nested(made), nested.nested(lse)
             names = _in_order(wanted)
             sides = [
                 x if n == "max_logit" else nested.nested(x)
                 for n, x in zip(names, sides, strict=True)
             ]
-        return _results(out, lse, return_lse, wanted, sides)
+        return _results(made if out is None else out, lse, return_lse, wanted, sides)
 
     def explain(
         self,
@@ -444,6 +451,7 @@ def attention(
     batch_start: int = 0,
     head_start: int = 0,
     partial: bool = False,
+    out: Tensor | None = None,
     **tensors: Any,
 ) -> Any:
     """Attention as a function: derives the spec from the tensors and the options, and caches it.
@@ -570,7 +578,10 @@ def attention(
     wanted = _NONE if return_aux is _NONE else tuple(return_aux)
     if wanted:
         key = _key_with_aux(key, wanted)
-    out, lse, *sides = _run(
+    into = None
+    if out is not None:
+        into = in_place.heads_first(out, layout, layout == "thd", wanted)
+    made, lse, *sides = _run(
         key,
         q,
         k,
@@ -592,21 +603,22 @@ def attention(
         starts=(batch_start, head_start),
         block_map=tiles,
         partial=partial,
+        out=into,
     )
     if layout == "bshd":
-        out = out.transpose(1, 2)
+        made = made.transpose(1, 2)
     elif len(lengths) > 2:
-        out, lse = packed.rows_first(out, lse)
+        made, lse = packed.rows_first(made, lse)
     elif sequences is not None:
-        out, lse = packed.rows_first(out, lse)
+        made, lse = packed.rows_first(made, lse)
         sides = packed.side_rows_first(_in_order(wanted), sides)
     if nested is not None:
-        out, lse = nested.nested(out), nested.nested(lse)
+        made, lse = nested.nested(made), nested.nested(lse)
         names = _in_order(wanted)
         sides = [
             x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
         ]
-    return _results(out, lse, return_lse, wanted, sides)
+    return _results(made if out is None else out, lse, return_lse, wanted, sides)
 
 
 def _count(sequences: packed.Packed | None, lengths: tuple[Tensor, ...]) -> int | None:
@@ -835,6 +847,7 @@ def _run(
     starts: tuple[int, int],
     block_map: Tensor | None,
     partial: bool,
+    out: Tensor | None = None,
 ) -> Sequence[Tensor]:
     """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
     compiling = torch.compiler.is_compiling()
@@ -900,6 +913,8 @@ def _run(
     if aux is not None:
         extra += aux
     extra += descales
+    if out is not None:
+        return out, in_place.forward(key, q, k, v, out, extra, scalars, ints)
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     try:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attngen import counters, interpreter, paged
 from attngen.block_map import check_lists
-from attngen.checks import check_descales, check_tensors
+from attngen.checks import check_descales, check_out, check_tensors
 from attngen.decode import (
     DecodeConfig,
     counter_count,
@@ -168,34 +168,44 @@ def forward(
     extra: Sequence[Tensor | None],
     scalars: Sequence[float],
     ints: Sequence[int],
+    out: Tensor | None = None,
 ) -> list[Tensor]:
-    """[out, lse] of `attngen::fwd`, and the side outputs of its spec."""
+    """[out, lse] of `attngen::fwd`, and the side outputs of its spec; into `out` if it is given."""
     inputs: Tensors = (q, k, v)
     text_key = key_of(text_key, q, k, v)
     at = _layout(text_key, (*inputs, *extra), scalars, ints)
+    if out is not None:
+        at = (*at, "out", out.shape, out.stride(), out.dtype, out.device)
     call = _CALLS.get(at)
     is_known = call is not None
-    if call is None or _is_off(*inputs, *extra):
+    if call is None or _is_off(*inputs, *extra, out):
         is_known = False
         spec = _check(text_key, q, k, v, extra)
         batch, heads, seqlen_q, _ = q.shape
-        out = _bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
+        dtype = torch.float32 if ints[0] else getattr(torch, spec.out_dtype)
+        result = _bshd(q, v.shape[3], dtype)
+        if out is not None:
+            check_out(out, result.shape, dtype, q)
+            result = Memory(result.shape, out.stride(), dtype)
         lse = _float32(batch, heads, seqlen_q)
         if _is_nothing(spec, q, v, extra):
             return [
-                out.make(q).zero_(),
+                (result.make(q) if out is None else out).zero_(),
                 lse.make(q).fill_(float("-inf")),
                 *no_side_outputs(spec, extra, q, k),
             ]
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
         also = at if _are_same(inputs, (q, k, v)) else None
         extra = placed(spec, extra, q, k)
-        results = [out, lse, *side_memory(spec.aux, q, k)]
+        results = [result, lse, *side_memory(spec.aux, q, k)]
         family = forward_direction(spec, seqlen_q)
-        call = _settled(family, text_key, inputs, tiles, extra, scalars, ints, results, also)
+        buffers: tuple[str, ...] = ()
+        call = _settled(
+            family, text_key, inputs, tiles, extra, scalars, ints, results, also, buffers, out
+        )
     elif call.places is not None:
         extra = placed(call.places, extra, q, k)
-    made = _launch(call, inputs, extra)
+    made = _launch(call, inputs, extra, out)
     seen = getattr(_WATCHED, "seen", None)
     if is_known and seen is not None:
         seen.append(Launched(text_key, call, inputs, made, extra))
@@ -452,13 +462,17 @@ def _settled(
     results: list[Memory],
     also: tuple[Any, ...] | None = None,
     buffers: tuple[str, ...] = (),
+    out: Tensor | None = None,
 ) -> _Call:
     """The call of a layout that kernels can take; `tiles` are what descriptors must address.
 
     `also` is the layout as it was given, if `extra` alone had to be placed for this one: it is
-    remembered, too. `extra` ends with tensors that plan() takes as `buffers` names them.
+    remembered, too. `extra` ends with tensors that plan() takes as `buffers` names them. `out` is
+    the caller's tensor for the first result.
     """
     at = (*_layout(text_key, (*inputs, *extra), scalars, ints), *buffers)
+    if out is not None:
+        at = (*at, "out", out.shape, out.stride(), out.dtype, out.device)
     spec = parsed(text_key)
     call = _CALLS.get(at)
     resets = _resets
@@ -493,7 +507,9 @@ def _settled(
     is_hopper = kernel.config.lowering == "hopper"
     captured = is_hopper and _is_captured(device)
     mixed = is_hopper and any(x.dtype != q.dtype for x in tiles)  # the gradient of a partial out
-    if captured or mixed or (kernel is not resolved.by_pointer and not addressable(*tiles)):
+    addressed = tiles if out is None else (*tiles, out)
+    has_others = kernel is not resolved.by_pointer
+    if captured or mixed or (has_others and not addressable(*addressed)):
         kernel = resolved.by_pointer
     memory = [*results]
     if spec.is_fp8 and kernel.config.lowering == "hopper":
@@ -582,10 +598,15 @@ def _numbers(
     return numbers
 
 
-def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
-    """Run a call's kernel on its device, into new memory."""
+def _launch(
+    call: _Call, inputs: Tensors, extra: Sequence[Tensor | None], out: Tensor | None = None
+) -> list[Tensor]:
+    """Run a call's kernel on its device, into new memory, and `out` if it is given."""
     like: Tensor = inputs[0]  # type: ignore[assignment]  # q, never None
-    made = [each.make(like) for each in call.memory]
+    if out is None:
+        made = [each.make(like) for each in call.memory]
+    else:
+        made = [out, *(each.make(like) for each in call.memory[1:])]
     call.launch((*inputs, *made, *extra), len(inputs) - 3 + len(made))
     return made
 

@@ -193,7 +193,9 @@ def _learnt(launched: calls.Launched, given: dict[str, Tensor], result: Any) -> 
     at: list[int] = []
     names = ("q", "k", "v", *(None for _ in made), *parsed(launched.text_key).tensor_args)
     tensors = (*launched.inputs, *made, *launched.extra)
-    for name, x in zip(names, tensors, strict=True):
+    for place, (name, x) in enumerate(zip(names, tensors, strict=True), -3):
+        if place == 0 and "out" in given:
+            name = "out"
         if x is None:
             order.append(-1)
         elif name is not None:
@@ -204,7 +206,7 @@ def _learnt(launched: calls.Launched, given: dict[str, Tensor], result: Any) -> 
         else:
             shown = next((y for y in results if _is_same(x, y)), x)
             order.append(len(given) + len(memory))
-            if isinstance(launched.call.memory[len(memory)], Counters):
+            if isinstance(launched.call.memory[place], Counters):
                 continue
             memory.append(Memory(tuple(shown.shape), shown.stride(), x.dtype))
     for number, x in enumerate(results):
