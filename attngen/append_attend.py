@@ -71,14 +71,14 @@ def append_and_attend(
     turned: dict[str, Any] = {}
     if cos is not None or sin is not None:
         turned = {"q": q, "cos": cos, "sin": sin, "interleaved": interleaved}
-    new, places = (k, v), {"positions": positions, "slots": slots}
+    new, caches = (k, v), (k_cache, v_cache)
+    places: dict[str, Any] = {"positions": positions, "slots": slots}
     if layout == "thd":  # one row of a batch
         new = (k.unsqueeze(0), v.unsqueeze(0))
         places = {name: x if x is None else x.unsqueeze(0) for name, x in places.items()}
         turned |= {"q": q.unsqueeze(0)} if turned else {}
     table = None if layout == "thd" else block_table
     rows = "bshd" if layout == "thd" else layout
-    caches = (k_cache, v_cache)
     found = append_kv(*new, *caches, **places, block_table=table, layout=rows, **turned)
     if found is not None:
         q = found.squeeze(0) if layout == "thd" else found

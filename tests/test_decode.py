@@ -26,7 +26,6 @@ SMALL = DecodeConfig(block_m=16, block_n=16, num_warps=1, num_stages=1)
 """Tiles so small that short sequences have several; one SM, the interpreter, makes few splits."""
 SPLIT = DecodeConfig(block_m=16, block_n=16, num_warps=1, num_stages=1, split_keys=32)
 LAST = DecodeConfig(block_m=16, block_n=16, num_warps=1, num_stages=1, split_keys=32, merge="last")
-WHOLE = SMALL
 TALL = DecodeConfig(block_m=64, block_n=32, num_warps=1, num_stages=1)
 PAGE = 16
 LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 70)
@@ -441,11 +440,20 @@ def test_the_last_split_merges(group: int, rows: int, options: dict[str, Any]) -
     assert "def attn_decode_merge" not in text and 'sem="acq_rel", scope="gpu"' in text
 
 
-@pytest.mark.parametrize("config", ["SPLIT", "LAST", "WHOLE"])
-@pytest.mark.parametrize("name", ["plain", "causal", "window", "alibi-sinks"])
-def test_packed_queries_over_pages(name: str, config: str) -> None:
+PACKED = [("causal", SPLIT), ("alibi-sinks", LAST), ("window", SMALL), ("alibi-sinks", SPLIT)]
+PACKED += [("plain", LAST), ("causal", SMALL), ("chunk", SPLIT), ("softcap", LAST)]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param(*each, id=f"{each[0]}-{n}", marks=[pytest.mark.slow] * (n > 1))
+        for n, each in enumerate(PACKED)
+    ],
+)
+def test_packed_queries_over_pages(name: str, config: DecodeConfig) -> None:
     """A sequence of no rows, one of no keys, and rows that belong to no sequence."""
-    _check_packed(OPTIONS[name], globals()[config], torch.float32)
+    _check_packed(OPTIONS[name], config, torch.float32)
 
 
 def test_packed_queries_in_bfloat16() -> None:

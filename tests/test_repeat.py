@@ -90,8 +90,17 @@ def _attend(options: dict[str, Any], is_object: bool) -> Callable[..., Any]:
     )
 
 
+ALWAYS = ("dense", "paged", "packed", "bias")
+"""The others take their time in the interpreter."""
+
+
+def _each(*always: str) -> list[Any]:
+    rest = [pytest.mark.slow]
+    return [pytest.param(x, id=n, marks=[] if n in always else rest) for n, x in CALLS.items()]
+
+
 @pytest.mark.parametrize("is_object", [False, True], ids=["function", "object"])
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("make", _each(*ALWAYS))
 def test_the_third_call_is_short(make: Call, is_object: bool, taken: list[Any]) -> None:
     """And gives what the first way gives of its own tensors, in the same strides."""
     tensors, options = make()
@@ -112,7 +121,7 @@ def test_the_third_call_is_short(make: Call, is_object: bool, taken: list[Any]) 
     assert type(found) is type(first)
 
 
-@pytest.mark.parametrize("make", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize("make", _each("paged"))
 def test_kernels_are_given_the_addresses_of_arguments(
     make: Call, taken: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

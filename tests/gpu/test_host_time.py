@@ -62,7 +62,7 @@ def test_host_time_of_decode_beside_sdpa(split_keys: int) -> None:
     wide = [x.expand(1, 4, 64, 64).contiguous() for x in (k, v)]
     used = torch.full((1,), 64, device="cuda", dtype=torch.int32)
     table = torch.arange(4, device="cuda", dtype=torch.int32).view(1, 4)
-    kinds: dict[str, tuple[dict[str, bool], list[torch.Tensor], dict[str, torch.Tensor]]] = {
+    kinds: dict[str, tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]] = {
         "dense": ({}, [k, v], {}),
         "lengths": ({"key_lengths": True}, [k, v], {"seqused_k": used}),
         "paged": ({"paged": True}, pages, {"seqused_k": used, "block_table": table}),
@@ -70,7 +70,7 @@ def test_host_time_of_decode_beside_sdpa(split_keys: int) -> None:
     config = DecodeConfig(block_m=16, block_n=16, num_warps=4, num_stages=2, split_keys=split_keys)
     calls: dict[str, Callable[[], Any]] = {}
     for name, (fields, keys, named) in kinds.items():
-        attn = attngen.compile(attngen.AttentionSpec(head_dim=64, **fields))  # type: ignore[arg-type]  # bools
+        attn = attngen.compile(attngen.AttentionSpec(head_dim=64, **fields))
         calls[f"{name}, object"] = functools.partial(attn, q, *keys, **named)
         calls[f"{name}, function"] = functools.partial(attngen.attention, q, *keys, **named)
     calls["sdpa"] = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, *wide)
