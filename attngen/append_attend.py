@@ -71,17 +71,16 @@ def append_and_attend(
     turned: dict[str, Any] = {}
     if cos is not None or sin is not None:
         turned = {"q": q, "cos": cos, "sin": sin, "interleaved": interleaved}
-    new, caches = (k, v), (k_cache, v_cache)
     places: dict[str, Any] = {"positions": positions, "slots": slots}
     if layout == "thd":  # one row of a batch
-        new = (k.unsqueeze(0), v.unsqueeze(0))
+        k, v = k.unsqueeze(0), v.unsqueeze(0)
         places = {name: x if x is None else x.unsqueeze(0) for name, x in places.items()}
         turned |= {"q": q.unsqueeze(0)} if turned else {}
     table = None if layout == "thd" else block_table
     rows = "bshd" if layout == "thd" else layout
-    found = append_kv(*new, *caches, **places, block_table=table, layout=rows, **turned)
+    found = append_kv(k, v, k_cache, v_cache, **places, block_table=table, layout=rows, **turned)
     if found is not None:
         q = found.squeeze(0) if layout == "thd" else found
     options |= {} if block_table is None else {"block_table": block_table}
     options |= {"seqused_k": seqused_k, "causal": causal, "layout": layout}
-    return attention(q, *caches, **options)
+    return attention(q, k_cache, v_cache, **options)
