@@ -492,6 +492,11 @@ class AttentionSpec:
         return replace(self.dequantized, aux=()) if self.aux else self.dequantized
 
     @property
+    def tuned(self) -> AttentionSpec:
+        """The spec whose records serve this one: of packed queries over pages, that of others."""
+        return replace(self, layout="bhsd") if self.packs_queries else self
+
+    @property
     def out_dtype(self) -> str:
         return self.dequantized.dtype
 

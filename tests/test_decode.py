@@ -16,6 +16,7 @@ from attngen import ops
 from attngen.config import CONFIG_CLASSES, infeasible, parse
 from attngen.decode import DecodeConfig, footprint, forward_direction, split_count
 from attngen.gpu import INTERPRETER, by_name
+from attngen.identity import record_key
 from attngen.lowering import default
 from attngen.pinned import pinned
 from attngen.render import render
@@ -503,6 +504,8 @@ def test_packed_queries_by_a_compiled_spec() -> None:
     assert torch.equal(out, attngen.attention(q, pages, pages, **call, causal=True, layout="thd"))
     (choice,) = attend.explain(q, pages, pages, block_table=call["block_table"]).choices
     assert choice.bucket.direction == "decode"
+    key, others = (record_key(x, choice.bucket, INTERPRETER) for x in (spec, spec.tuned))
+    assert key == others and "thd" not in key.text_key
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"cu_seqlens_q": None}, "has no cu_seqlens_q"),
         ({"cu_seqlens_k": call["cu_seqlens_q"]}, "cu_seqlens_q alone"),
