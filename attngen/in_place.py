@@ -38,6 +38,11 @@ def heads_first(out: Any, layout: Any, is_packed: bool, return_aux: Any) -> Tens
     return out.transpose(1, 2) if layout == "bshd" else out
 
 
+def results(out: Tensor, found: Any, return_lse: bool) -> Any:
+    """What a call returns, with the caller's own out for a view of it."""
+    return (out, found[1]) if return_lse else out
+
+
 def forward(
     text_key: str,
     q: Tensor,

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attngen import calls
-from attngen.calls import Counters, Memory
+from attngen.calls import Counters
 from attngen.identity import parsed
+from attngen.memory import Memory
 from attngen.resolve import on_reset
 
 

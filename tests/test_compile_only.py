@@ -114,7 +114,7 @@ def test_decode_compiles_for_hopper(names: tuple[str, ...]) -> None:
     merges = structural_variants("decode")
     lines = [
         {
-            "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,  # type: ignore[arg-type]  # fields
+            "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,
             "direction": "decode",
             "config": config.as_dict(),
             "workload": "2,8,2,3,4096",

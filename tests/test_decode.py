@@ -307,8 +307,8 @@ def test_what_is_refused() -> None:
             {"block_table": table, "seqused_k": used, "q_start": 3, "seqlen_q_total": 9},
         ),
         (
-            attngen.UnsupportedSpecError,
-            "packed queries",
+            attngen.SpecError,
+            "cu_seqlens_q alone",
             {"block_table": table, "seqused_k": used, "cu_seqlens_q": used, "cu_seqlens_k": used},
         ),
     ]
