@@ -27,6 +27,7 @@ _HOME = {
     "attention": "attngen.api",
     "sdpa": "attngen.api",
     "reload": "attngen.api",
+    "append_and_attend": "attngen.append_attend",
     "append_kv": "attngen.append",
     "make_block_map": "attngen.block_map",
     "merge": "attngen.merge",
@@ -49,6 +50,7 @@ __all__ = [
     "TuningError",
     "UnsupportedSpecError",
     "Workload",
+    "append_and_attend",
     "append_kv",
     "attention",
     "compile",
@@ -65,6 +67,7 @@ __all__ = [
 if TYPE_CHECKING:
     from attngen.api import Attention, attention, compile, reload, sdpa
     from attngen.append import append_kv
+    from attngen.append_attend import append_and_attend
     from attngen.block_map import make_block_map
     from attngen.dropout import dropout_keep
     from attngen.errors import (

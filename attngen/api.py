@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import kv_cache, ops, packed, paged, resolve
+from attngen import in_place, kv_cache, ops, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     BIAS_DTYPES,
@@ -39,6 +39,7 @@ from attngen.explain import Explanation, explain_call
 from attngen.jagged import are_jagged
 from attngen.masks import check_mask_fields, fields_of
 from attngen.operands import counts_keys, operands
+from attngen.repeat import repeated, repeated_method
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.spec import FP8_DTYPES, AttentionSpec, function_text
 from attngen.values import (
@@ -58,8 +59,9 @@ from attngen.workload import Direction, Workload, check_direction
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
 _NO_TEXTS = (None, None)
-_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",))
-"""Spec fields of no lengths, of seqused_k, and of block_table beside it."""
+_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",), ("paged",))
+"""Spec fields of no lengths, of seqused_k, of block_table beside it, and of cu_seqlens_q beside
+both."""
 
 
 def compile(spec: AttentionSpec, **options: Any) -> Attention:
@@ -93,6 +95,7 @@ class Attention:
         if spec.deterministic is None:
             spec = replace(spec, deterministic=torch.are_deterministic_algorithms_enabled())
         self.spec = spec
+        self._owner = spec.key
         bare = replace(spec, aux=()) if spec.aux else spec  # a call says which side outputs
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
@@ -103,7 +106,6 @@ class Attention:
         self._mask = None
         if spec.block_map:
             self._mask = mask_key(spec.causal, spec.window, spec.chunk, str(spec.mask_mod))
-        self._numbers = default_numbers(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
         self._masks = tuple(field for field in masks if getattr(spec, field))
@@ -117,6 +119,7 @@ class Attention:
     def __reduce__(self) -> tuple[Any, tuple[AttentionSpec]]:
         return Attention, (self.spec,)
 
+    @repeated_method
     def __call__(
         self,
         q: Tensor,
@@ -154,6 +157,7 @@ class Attention:
         batch_start: int = 0,
         head_start: int = 0,
         partial: bool = False,
+        out: Tensor | None = None,
         **tensors: Any,
     ) -> Any:
         """Attention of q, k and v.
@@ -224,6 +228,8 @@ class Attention:
             batch_start, head_start: global numbers of the first batch row and query head, for
                 dropout.
             partial: return out in float32, for `merge`.
+            out: a tensor to write the result to, of its shape, dtype and device, the last stride 1,
+                that shares no memory with q, k and v; it is returned. Without gradients.
 
         Returns:
             out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype (bfloat16 for FP8) and
@@ -237,26 +243,6 @@ class Attention:
             UnsupportedSpecError: a tensor whose feature is not built.
         """
         spec = self.spec
-        if (
-            self._numbers is not None
-            and not torch.compiler.is_compiling()
-            and not tensors
-            and (return_lse is False or return_lse is True)
-            and return_aux is _NONE
-            and aux_tensors is None
-            and attn_mask is bias is alibi_slopes is sinks is None
-            and prefix_lens is doc_ids_q is doc_ids_k is tree_mask is None
-            and block_map is None
-            and dropout_p is dropout_seed is q_descale is k_descale is v_descale is None
-            and cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is block_table is None
-            and q_start is k_start is batch_start is head_start is _ZERO
-            and q_step is k_step is _ONE
-            and seqlen_q_total is seqlen_k_total is None
-            and partial is False
-        ):  # the usual call, in few steps
-            made = ops.again(self._text_key, q, k, v, *self._numbers)
-            if made is not None:
-                return (made[0], made[1]) if return_lse else made[0]
         if tensors:
             refuse_names(tensors, self.__call__)
         if return_aux is _NONE and spec.aux:
@@ -273,7 +259,7 @@ class Attention:
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
         has_lengths = spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed)
         if has_lengths:
-            paged.check_fields(spec, seqused_k, block_table)
+            paged.check_fields(spec, seqused_k, block_table, cu_seqlens_q)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         given = operands(
             *(q, k, v, spec.layout, offsets, block_table, shard),
@@ -314,7 +300,10 @@ class Attention:
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
-        out, lse, *sides = _run(
+        into = None
+        if out is not None:
+            into = in_place.heads_first(out, spec.layout, spec.layout == "thd", wanted)
+        made, lse, *sides = _run(
             key,
             q,
             k,
@@ -336,8 +325,10 @@ class Attention:
             starts=starts,
             block_map=tiles,
             partial=partial,
+            out=into,
         )
-        return given.results(out, lse, sides, return_lse, wanted)
+        results = given.results(made, lse, sides, return_lse, wanted)
+        return results if out is None else in_place.results(out, results, return_lse)
 
     def explain(
         self,
@@ -353,9 +344,13 @@ class Attention:
         batch row may be."""
         count = None
         if self.spec.paged:
-            paged.check_fields(self.spec, block_table, block_table)
+            given = block_table if self.spec.packs_queries else None  # whatever they are
+            paged.check_fields(self.spec, block_table, block_table, given)
             k, v = paged.heads_first(k, v)
             q = q.transpose(1, 2) if self.spec.layout == "bshd" else q
+            if self.spec.packs_queries:
+                assert block_table is not None  # see check_fields
+                q, count = paged.queries_first(q), block_table.shape[0]
         elif self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         elif self.spec.is_packed:
@@ -385,6 +380,7 @@ class Attention:
         return f"attngen.compile({self.spec.key})"
 
 
+@repeated
 def attention(
     q: Tensor,
     k: Tensor,
@@ -432,6 +428,7 @@ def attention(
     batch_start: int = 0,
     head_start: int = 0,
     partial: bool = False,
+    out: Tensor | None = None,
     **tensors: Any,
 ) -> Any:
     """Attention as a function: derives the spec from the tensors and the options, and caches it.
@@ -468,7 +465,7 @@ def attention(
         is_packed=is_packed or (not has_lengths and are_jagged(q, k, v)),
     )
     q, k, v = given.q, given.k, given.v
-    if given.sequences is not None:
+    if given.sequences is not None or given.packs_queries:
         layout = "thd"
     name = compute_dtype(q)
     kv_dtype, kv_scale = kv_cache.dtype_of(name, k, v), None
@@ -548,7 +545,10 @@ def attention(
     wanted = _NONE if return_aux is _NONE else tuple(return_aux)
     if wanted:
         key = _key_with_aux(key, wanted)
-    out, lse, *sides = _run(
+    into = None
+    if out is not None:
+        into = in_place.heads_first(out, layout, layout == "thd", wanted)
+    made, lse, *sides = _run(
         key,
         q,
         k,
@@ -570,26 +570,10 @@ def attention(
         starts=(batch_start, head_start),
         block_map=tiles,
         partial=partial,
+        out=into,
     )
-    return given.results(out, lse, sides, return_lse, wanted)
-
-
-def default_numbers(spec: AttentionSpec) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """The op's `scalars` and `ints` of a call with q, k and v alone, as it gets them; None where
-    calls take more, or a scale that is not positive changes q."""
-    scale = spec.head_dim**-0.5 if spec.softmax_scale is None else float(spec.softmax_scale)
-    if scale <= 0 or spec.tensor_args or spec.aux or spec.layout != "bhsd":
-        return None
-    left, right = spec.window or (None, None)
-    scalars = {"softmax_scale": scale, "softcap": spec.softcap}
-    ints = {"partial": 0, "window_left": left, "window_right": right, "chunk": spec.chunk}
-    ints |= dict.fromkeys(("q_start", "k_start", "batch_start", "head_start"), 0)
-    ints |= {"q_step": 1, "k_step": 1, "seqlen_q_total": -1, "seqlen_k_total": -1}
-    ints["bottom_right"] = int(spec.causal != "top_left")
-    return (
-        tuple(float(scalars[name] or 0) for name in spec.scalar_args),
-        tuple(int(ints[name] or 0) for name in spec.int_args),
-    )
+    results = given.results(made, lse, sides, return_lse, wanted)
+    return results if out is None else in_place.results(out, results, return_lse)
 
 
 def sdpa(
@@ -793,6 +777,7 @@ def _run(
     starts: tuple[int, int],
     block_map: Tensor | None,
     partial: bool,
+    out: Tensor | None = None,
 ) -> Sequence[Tensor]:
     """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
     compiling = torch.compiler.is_compiling()
@@ -858,6 +843,8 @@ def _run(
     if aux is not None:
         extra.extend(aux)
     extra.extend(descales)
+    if out is not None:
+        return out, in_place.forward(key, q, k, v, out, extra, scalars, ints)
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     try:

@@ -485,6 +485,34 @@ def check_tensors(
             )
 
 
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
+    """Can kernels write a caller's out, a (batch, heads, seqlen, dim) view?"""
+    if tuple(out.shape) != tuple(shape):
+        raise SpecError(
+            f"out must have shape {tuple(shape)} (batch, heads, seqlen, dim), got "
+            f"{tuple(out.shape)}; make it with q's sizes and v's last dim"
+        )
+    if out.dtype != dtype:
+        raise DtypeError(f"out must be {dtype}, got {out.dtype}; make it of that dtype")
+    if out.device != q.device:
+        raise SpecError(f"out is on {out.device} but q is on {q.device}; make it there")
+    if out.shape[3] > 1 and out.stride(3) != 1:
+        raise SpecError(
+            f"out must have a last stride of 1, got strides {out.stride()}; make it with "
+            "torch.empty"
+        )
+    extent = 1
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise SpecError(
+                f"out must have one place for each element, got shape {tuple(out.shape)} with "
+                f"strides {out.stride()}; make it with torch.empty"
+            )
+        extent = max(extent, stride * size)
+    if out.data_ptr() % 16:
+        raise SpecError("out must begin at a multiple of 16 bytes; make it with torch.empty")
+
+
 def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str, kv_dtype: str | None = None) -> None:
     """One dtype, the spec's; under autocast the op casts. Of a quantised cache, two."""
     if kv_dtype is not None:

@@ -50,6 +50,8 @@ class DecodeConfig(NamedFields):
     """How many programs splits are to give each SM."""
     split_keys: int = 0
     """Keys of a split, whatever the sizes; 0: as programs_per_sm has it, which is unused else."""
+    merge: Literal["kernel", "last"] = "kernel"
+    """Splits are merged by a second kernel, or by the last one that is done with its rows."""
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -116,6 +118,11 @@ def partial_shape(splits: int, rows: int, dim_v: int) -> tuple[int, int]:
     return splits, rows * (dim_v + 2)
 
 
+def counter_count(config: DecodeConfig, tiles: int, num_heads_kv: int) -> int:
+    """How many counters several splits need, of tiles of rows of each head."""
+    return tiles * num_heads_kv if config.merge == "last" else 0
+
+
 def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -> tuple[int, int]:
     """(bytes of shared memory, registers a thread for accumulators and scores), by a formula.
 
@@ -148,6 +155,8 @@ def infeasible(spec: AttentionSpec, config: DecodeConfig, gpu: GpuInfo) -> list[
         why.append(f"programs_per_sm={config.programs_per_sm} must be from 1 to 32")
     if config.split_keys < 0 or (config.split_keys and config.split_keys % config.block_n):
         why.append(f"split_keys={config.split_keys} must be a multiple of block_n={config.block_n}")
+    if config.merge not in ("kernel", "last"):
+        why.append(f'merge={config.merge} must be "kernel" or "last"')
     if spec.batch_invariant and not config.split_keys:
         why.append("split_keys=0 makes splits of other sizes in other batches: batch_invariant")
     if why or gpu.is_interpreter:
@@ -214,6 +223,7 @@ def axes(spec: AttentionSpec, bucket: Bucket) -> dict[str, tuple[Any, ...]]:
         "num_warps": (2, 4, 8),
         "num_stages": (1, 2, 3, 4, 5),
         "programs_per_sm": (1,) if spec.batch_invariant else (1, 2, 3, 4, 6, 8),
+        "merge": ("kernel", "last"),
         "split_keys": (256, 512, 1024, 2048) if spec.batch_invariant else (0,),
     }
 

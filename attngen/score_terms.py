@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngen import packed
+from attngen import packed, paged
 from attngen.errors import UnsupportedSpecError
 from attngen.masks import MASK_FIELDS, placed_mask
 from attngen.memory import on_16_bytes
@@ -28,6 +28,8 @@ def placed(
     batch, heads, seqlen_q, _ = q.shape
     if spec.is_packed:
         batch = packed.packed_of(spec, extra).num_seqs
+    if spec.packs_queries:
+        batch = paged.num_seqs(spec, extra)
     found: list[Tensor | None] = []
     for name, x in zip(spec.tensor_args, extra, strict=True):
         if x is None:

@@ -73,7 +73,8 @@ class AttentionSpec:
             i // n == j // n, in aligned positions (Llama 4). Causal masks and windows apply too.
         paged: calls take block_table (batch, max_pages) and seqused_k (batch,): k and v are caches
             of pages, (pages, page_size, num_heads_kv, dim) in any layout, and entry n of a batch
-            row names the page of its keys from n * page_size on. Without gradients.
+            row names the page of its keys from n * page_size on. Without gradients. With layout
+            "thd" queries are packed, and a batch row is a sequence of them.
         key_lengths: calls take seqused_k (batch,): how many keys of each batch row are used, from
             the first on; the others are not read, whatever they hold. Queries are aligned with the
             last used key. Without gradients; packed sequences take seqused_k anyway.
@@ -239,7 +240,7 @@ class AttentionSpec:
                 for name in ("prefix_lm", "documents", "tree_mask")
                 if getattr(self, name)
             ]
-        if self.is_packed:
+        if self.is_packed or self.packs_queries:
             reasons += _unpacked(self)
         if self.has_lengths or self.shared_kv or self.is_quantized:
             reasons += undecoded(self)
@@ -391,7 +392,12 @@ class AttentionSpec:
     @property
     def is_packed(self) -> bool:
         """Sequences lie one behind another, and offsets on the device say where each begins."""
-        return self.layout == "thd"
+        return self.layout == "thd" and not self.has_lengths
+
+    @property
+    def packs_queries(self) -> bool:
+        """The same of queries alone: keys are in pages."""
+        return self.layout == "thd" and self.has_lengths
 
     @property
     def of_sequence(self) -> AttentionSpec:
@@ -424,6 +430,11 @@ class AttentionSpec:
         if direction in ("fwd", "decode"):
             return self
         return replace(self.dequantized, aux=()) if self.aux else self.dequantized
+
+    @property
+    def tuned(self) -> AttentionSpec:
+        """The spec whose records serve this one: of packed queries over pages, that of others."""
+        return replace(self, layout="bhsd") if self.packs_queries else self
 
     @property
     def out_dtype(self) -> str:
@@ -485,6 +496,8 @@ class AttentionSpec:
             "block_map": self.block_map,
             **dict.fromkeys(PACKED_ARGS, self.is_packed),
         }
+        if self.packs_queries:
+            given["cu_seqlens_q"] = True
         names = tuple(name for name, is_given in given.items() if is_given)
         names += ("seqused_k",) if self.has_lengths else ()
         names += ("block_table",) if self.paged else ()
@@ -541,7 +554,7 @@ class AttentionSpec:
             chunk=1 if self.has_chunk else None,
             score_mod=self.score_mod and str(self.score_mod),
             mask_mod=self.mask_mod and str(self.mask_mod),
-            layout="thd" if self.is_packed else "bhsd",
+            layout="thd" if self.layout == "thd" else "bhsd",
             precision=self.precision if self.dtype == "float32" else "ieee",
             deterministic=bool(self.deterministic),
         )
@@ -745,7 +758,7 @@ def undecoded(spec: AttentionSpec) -> list[str]:
     named = {
         "dropout_p": spec.has_dropout,
         "FP8 inputs": spec.is_fp8,
-        'layout="thd"': spec.is_packed,
+        'layout="thd"': spec.is_packed or (spec.packs_queries and not spec.paged),
         "documents": spec.documents,
         "score_mod": spec.score_mod is not None,
         "mask_mod": spec.mask_mod is not None,

@@ -5,6 +5,7 @@ A driver that knows only a compute capability stands in for the real one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Iterable
@@ -116,18 +117,21 @@ DECODE_SPECS = {
     ],
 )
 def test_decode_compiles_for_hopper(names: tuple[str, ...]) -> None:
+    merges = structural_variants("decode")
     lines = [
         {
             "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,
             "direction": "decode",
-            "config": structural_variants("decode")[0].as_dict(),
+            "config": config.as_dict(),
             "workload": "2,8,2,3,4096",
         }
         for name in names
+        for config in merges
     ]
     found = compile_all(90, lines)
     _assert_compiled(lines, found)
-    assert all(len(facts["kernels"]) == 2 for facts in found)
+    for facts, config in zip(found, itertools.cycle(merges), strict=False):
+        assert len(facts["kernels"]) == (2 if config.merge == "kernel" else 1)  # type: ignore[union-attr]  # a DecodeConfig
 
 
 def test_fp8_compiles_for_hopper() -> None:

@@ -244,6 +244,38 @@ def test_compiled_and_specs() -> None:
         assert torch.equal(attngen.attention(q.float(), k8, v8, **scales), out)
 
 
+def test_packed_queries_and_a_step_of_generation() -> None:
+    """One launch over quantised pages for sequences of several rows; and append_and_attend."""
+    lengths = (20, 33)
+    q, k, v = (x.detach() for x in make_qkv(2, 4, 3, 33, 16, heads_kv=2, dtype=torch.float16))
+    pairs = [_quantized(x, "key", E4M3, PAGE) for x in (k, v)]
+    found = [_in_pages(x, scale, "key", lengths, PAGE) for x, scale in pairs]
+    (keys, k_scale, table), (values, v_scale, _) = found
+    named: dict[str, Any] = {"k_descale": k_scale, "v_descale": v_scale, "causal": True}
+    used = torch.tensor(lengths, dtype=torch.int32)
+    tables = {"block_table": table, "seqused_k": used}
+    want = attngen.attention(q, keys, values, **tables, **named)
+    rows = torch.cat([q[0].transpose(0, 1)[:2], q[1].transpose(0, 1)])
+    begins = torch.tensor([0, 2, 5], dtype=torch.int32)
+    used[0] -= 1  # whose last row is not there
+    out = attngen.attention(rows, keys, values, cu_seqlens_q=begins, **tables, **named)
+    torch.testing.assert_close(out[2:], want[1].transpose(0, 1))
+    torch.testing.assert_close(out[:2], want[0].transpose(0, 1)[:2])
+    new_k, new_v = (x[:, :, :1].clone() for x in (k, v))
+    at = torch.tensor([19, 32], dtype=torch.int32)
+    call = {"positions": at, "block_table": table}
+    copies = keys.clone(), values.clone()
+    got = attngen.append_and_attend(q[:, :, :1], new_k, new_v, *copies, **call, **named)
+    scales = {name: x for name, x in named.items() if name != "causal"}
+    attngen.append_kv(new_k, new_v, keys, values, **call, **scales)
+    again = {"block_table": table, "seqused_k": at + 1, **named}
+    assert torch.equal(got, attngen.attention(q[:, :, :1], keys, values, **again))
+    assert all(
+        torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+        for a, b in zip(copies, (keys, values), strict=True)
+    )
+
+
 def test_what_is_refused() -> None:
     q, k, v = (x.detach() for x in make_qkv(2, 4, 1, 40, 16, heads_kv=2, dtype=torch.bfloat16))
     (k8, k_scale), (v8, v_scale) = (_quantized(x, "key", INT8, 16) for x in (k, v))

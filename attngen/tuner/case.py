@@ -184,11 +184,11 @@ class Case:
         if self.q.is_cuda:
             count = torch.cuda.get_device_properties(self.q.device).multi_processor_count
         window = spec_window(self.spec)
-        for each in partials(config, self.workload, window, self.v.shape[3], count):
+        made = partials(config, self.workload, window, self.v.shape[3], count)
+        for each in made:
             if each.shape not in self.scratch:
                 self.scratch[each.shape] = each.make(self.q)
-            return [self.scratch[each.shape]]
-        return []
+        return [self.scratch[each.shape] for each in made]
 
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""

@@ -123,7 +123,7 @@ def tune(
         reports = []
         run: Session | Prediction
         for each in directions:
-            served = spec.served_as(each)
+            served = spec.served_as(each).tuned
             if each == "bwd" and (spec.has_lengths or spec.is_quantized):  # has none
                 continue
             each = family(each, served, workload.seqlen_q)
