@@ -99,7 +99,10 @@ def _made(
     at = _key(owner, tensors, named)
     if at is None:
         return call(*lead, q, k, v, **named)
-    known = _KNOWN.get(at)
+    try:
+        known = _KNOWN.get(at)
+    except TypeError:  # sizes without a value
+        return call(*lead, q, k, v, **named)
     if known is not None:
         bits = 0
         for x in tensors:
@@ -149,11 +152,9 @@ def _key(owner: Any, tensors: list[Any], named: dict[str, Any]) -> tuple[Any, ..
             key += (x.shape, x.stride(), x.dtype, x.device)
         if v.shape[-1] != k.shape[-1]:
             key.append(v.data_ptr() == k.data_ptr())  # then it may be k's first columns
-        at = tuple(key)
-        hash(at)
-    except (RuntimeError, TypeError, IndexError):  # no strides, sizes without a value, no dims
+    except (RuntimeError, IndexError):  # no strides, no dims
         return None
-    return at
+    return tuple(key)
 
 
 def _again(known: _Known, tensors: list[Any]) -> Any:
