@@ -27,8 +27,6 @@ gives_way = False
 """Set while a forward config is pinned (`attngen.pinned`): only what needs decode runs it."""
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
 _REGISTERS = 255
-_SM_REGISTERS = 65536
-_FEW_REGISTERS = 96
 _ENOUGH = 0.95
 """Of the best occupation of the last wave: fewer splits that reach it are better."""
 
@@ -56,13 +54,6 @@ class DecodeConfig(NamedFields):
     @property
     def unused(self) -> tuple[str, ...]:
         return ("programs_per_sm",) if self.split_keys else ()
-
-    @property
-    def max_registers(self) -> int:
-        """Of a thread, such that programs_per_sm programs fit on an SM; 0: as the compiler likes,
-        where that is no limit, or one so low that what exceeds it would go through memory."""
-        count = _SM_REGISTERS // (self.programs_per_sm * 32 * self.num_warps) // 8 * 8
-        return count if _FEW_REGISTERS <= count < _REGISTERS and not self.split_keys else 0
 
 
 def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
@@ -188,8 +179,7 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
     # mean. Pages, whose addresses take registers, are best in smaller tiles.
     sizes = [(64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2), (16, 4, 1, 2)]
     if spec.is_quantized:
-        by_key = spec.kv_scale == "key" or (spec.kv_scale == "head" and spec.paged)
-        sizes = [(128, 4, 3, 2) if by_key else (64, 4, 3, 4), *sizes]
+        sizes = [_of_quantized(spec, bucket.page_size), *sizes]
     elif spec.paged:
         sizes = [(64, 4, 4, 2), *sizes]
     elif long and not wide:
@@ -210,6 +200,17 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
             programs_per_sm=1 if split_keys else programs,
             split_keys=split_keys,
         )
+
+
+def _of_quantized(spec: AttentionSpec, page_size: int) -> tuple[int, int, int, int]:
+    """The same of a quantised cache, D 128: fewer warps where each key's scale passes between
+    them."""
+    by_page = spec.kv_scale == "head" and spec.paged
+    if by_page and page_size >= 128 or spec.kv_scale == "key" and not spec.paged:
+        return (128, 4, 3, 2)
+    if spec.kv_scale == "key" or (by_page and page_size < 64):
+        return (64, 2, 3, 4)
+    return (64, 4, 3, 4)
 
 
 def axes(spec: AttentionSpec, bucket: Bucket) -> dict[str, tuple[Any, ...]]:
