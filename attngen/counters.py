@@ -12,7 +12,7 @@ import threading
 import torch
 from torch import Tensor
 
-_IN_GRAPHS = 1 << 16
+_IN_GRAPHS = 1 << 20
 """Counters that graphs of a device get; further ones are set to zero by each replay."""
 _AT_LEAST = 1024
 _OF_STREAMS: dict[tuple[int, int], Tensor] = {}
@@ -26,6 +26,9 @@ def zeros(like: Tensor, count: int) -> Tensor:
     if not like.is_cuda:
         return torch.zeros(count, dtype=torch.int32)
     device = like.device.index
+    if device != torch._C._cuda_getDevice():
+        with torch.cuda.device(device):
+            return zeros(like, count)
     if torch.cuda.is_current_stream_capturing():
         return _of_graph(like, count)
     at = device, torch._C._cuda_getCurrentRawStream(device)

@@ -27,6 +27,8 @@ gives_way = False
 """Set while a forward config is pinned (`attngen.pinned`): only what needs decode runs it."""
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
 _REGISTERS = 255
+_ROWS_OF_LAST = 8
+"""Rows that the last split merges, one after the other, in less time than a launch takes."""
 _ENOUGH = 0.95
 """Of the best occupation of the last wave: fewer splits that reach it are better."""
 
@@ -199,6 +201,7 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
             num_stages=stages,
             programs_per_sm=1 if split_keys else programs,
             split_keys=split_keys,
+            merge="last" if 0 < rows <= _ROWS_OF_LAST else "kernel",
         )
 
 

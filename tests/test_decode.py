@@ -408,6 +408,7 @@ def test_explain_names_the_family() -> None:
     [
         {"paged": True, "causal": True, "alibi": True, "sinks": True},
         pytest.param({"attn_mask": True, "bias": True}, marks=pytest.mark.slow),
+        pytest.param({"paged": True, "layout": "thd", "sinks": True}, marks=pytest.mark.slow),
         pytest.param({"key_lengths": True, "tree_mask": True}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -415,7 +416,7 @@ def test_explain_names_the_family() -> None:
 def test_emitted_file_checks_itself(fields: dict[str, Any], tmp_path: Path) -> None:
     spec = AttentionSpec(head_dim=40, dtype="float32", **fields)
     path = tmp_path / "decode.py"
-    path.write_text(render(spec, SMALL))
+    path.write_text(render(spec, LAST if spec.sinks else SMALL))
     done = run_file(path)
     assert done.returncode == 0 and "4 splits" in done.stdout, done.stderr[-2000:]
 

@@ -67,7 +67,9 @@ def test_host_time_of_decode_beside_sdpa(split_keys: int) -> None:
         "lengths": ({"key_lengths": True}, [k, v], {"seqused_k": used}),
         "paged": ({"paged": True}, pages, {"seqused_k": used, "block_table": table}),
     }
-    config = DecodeConfig(block_m=16, block_n=16, num_warps=4, num_stages=2, split_keys=split_keys)
+    config = DecodeConfig(
+        block_m=16, block_n=16, num_warps=4, num_stages=2, split_keys=split_keys or 64, merge="last"
+    )
     calls: dict[str, Callable[[], Any]] = {}
     for name, (fields, keys, named) in kinds.items():
         attn = attngen.compile(attngen.AttentionSpec(head_dim=64, **fields))
