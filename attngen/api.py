@@ -61,13 +61,15 @@ _LENGTH_FIELDS = ((), ("key_lengths",), ("paged",))
 """Spec fields of no lengths, of seqused_k, and of block_table beside it."""
 
 
-def compile(spec: AttentionSpec, **options: Any) -> Attention:
+def compile(spec: AttentionSpec, *, context_parallel: Any = None, **options: Any) -> Any:
     """The attention a spec describes, ready to call. Never tunes and never fails for want of a
     record: an untuned shape runs with a default config.
 
     Args:
         spec: what to compute. `deterministic=None` is settled here, by
             `torch.are_deterministic_algorithms_enabled()`.
+        context_parallel: an `attngen.distributed.ContextParallel`: calls take shards of a sequence
+            then, and the result is an `attngen.distributed.ParallelAttention`.
     """
     if not isinstance(spec, AttentionSpec):
         raise SpecError(
@@ -81,7 +83,21 @@ def compile(spec: AttentionSpec, **options: Any) -> Attention:
             f"compile() takes the spec alone, got {changed}; write "
             f"attngen.compile(attngen.AttentionSpec(..., {changed}))"
         )
+    if context_parallel is not None:
+        return _parallel(spec, context_parallel)
     return Attention(spec)
+
+
+def _parallel(spec: AttentionSpec, context_parallel: Any) -> Any:
+    from attngen import distributed
+
+    if not isinstance(context_parallel, distributed.ContextParallel):
+        raise SpecError(
+            "context_parallel must be an attngen.distributed.ContextParallel, got "
+            f'{shown(context_parallel)}; write ContextParallel(group, method="ring", '
+            'layout="zigzag")'
+        )
+    return distributed.ParallelAttention(spec, context_parallel)
 
 
 class Attention:
