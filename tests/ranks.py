@@ -26,7 +26,8 @@ class Pool:
     """Rank processes that wait for functions to run."""
 
     def __init__(self) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rank_cases"])  # torch is imported once for all ranks
         folder = tempfile.mkdtemp(prefix="attngen-ranks-")
         self.pipes, self.processes = [], []
         for rank in range(WORLD):

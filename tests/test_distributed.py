@@ -1,4 +1,4 @@
-"""Attention over ranks against attention of the whole, on gloo."""
+"""Attention over ranks against attention of the whole, on gloo, with a hop in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,16 +7,98 @@ from typing import Any
 import pytest
 from ranks import pool
 
-CASES: list[dict[str, Any]] = [
-    {"options": {}},
-    {"options": {"causal": True}},
-]
+LAYOUTS = ("contiguous", "zigzag", "striped")
+METHODS = ("ring", "ulysses", "allgather")
 
 
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("method", ["ring", "ulysses", "allgather"])
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "striped"])
-@pytest.mark.parametrize("number", range(len(CASES)))
-def test_equals_whole(world: int, method: str, layout: str, number: int) -> None:
-    case = {"seqlen": 38, "method": method, "layout": layout, **CASES[number]}
-    pool().run(world, "rank_cases:compare", case=case)
+def check(world: int, **case: Any) -> None:
+    pool().run(world, "rank_cases:compare", case={"seqlen": 38, "layout": "contiguous", **case})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_causal_equals_whole(world: int, method: str, layout: str) -> None:
+    check(world, method=method, layout=layout, options={"causal": True})
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "top-left": {"options": {"causal": "top_left"}, "seqlen_k": 51},
+    "longer-keys": {"options": {"causal": True}, "seqlen_k": 51},
+    "fewer-keys": {"options": {"causal": True}, "seqlen_k": 21},
+    "window": {"options": {"window": (7, 5)}},
+    "causal-window": {"options": {"causal": True, "window": (9, 0)}},
+    "narrow-window": {"options": {"causal": True, "window": (2, 0)}},
+    "chunk": {"options": {"causal": True, "chunk": 11}},
+    "softcap": {"options": {"causal": True, "softcap": 2.0, "softmax_scale": 0.4}},
+    "negative-scale": {"options": {"softmax_scale": -0.3}},
+    "alibi": {"options": {"causal": True}, "terms": ["alibi_slopes"]},
+    "sinks": {"options": {"causal": True}, "terms": ["sinks"]},
+    "window-sinks-softcap": {
+        "options": {"causal": True, "window": (9, 0), "softcap": 3.0},
+        "terms": ["sinks"],
+    },
+    "documents": {"options": {"causal": True}, "terms": ["documents"]},
+    "full-documents": {"terms": ["documents"]},
+    "prefix": {"options": {"causal": True}, "terms": ["prefix_lens"]},
+    "dropout": {"options": {"causal": True, "dropout_p": 0.3, "dropout_seed": 5}},
+    "dropout-sinks": {"options": {"dropout_p": 0.3, "dropout_seed": 5}, "terms": ["sinks"]},
+    "bias": {"options": {"causal": True}, "terms": ["bias"]},
+    "mask-sinks": {"terms": ["attn_mask", "sinks"]},
+    "mha": {"heads": (4, 4), "options": {"causal": True}},
+    "mqa": {"heads": (4, 1), "options": {"causal": True}},
+    "dims": {"dim": 24, "dim_v": 40, "options": {"causal": True}},
+    "bfloat16": {"dtype": "bfloat16", "options": {"causal": True}},
+    "bfloat16-sinks": {"dtype": "bfloat16", "options": {"window": (9, 3)}, "terms": ["sinks"]},
+    "spread": {"options": {"causal": True}, "spread": 30.0},
+    "no-lse": {"options": {"causal": True}, "lse": False},
+    "short": {"options": {"causal": True}, "seqlen": 3},
+    "one-row": {"options": {"causal": True}, "seqlen": 1},
+}
+NOT_BY_HEADS = ("bias", "mask-sinks")
+WORLDS = (4, 2, 3)
+
+
+def _features() -> list[Any]:
+    """Every feature by every method; worlds and layouts take turns, the others of a ring are
+    slow."""
+    found = []
+    for n, name in enumerate(FEATURES):
+        for m, method in enumerate(METHODS):
+            if method == "ulysses" and name in NOT_BY_HEADS:
+                continue
+            for i, layout in enumerate(LAYOUTS):
+                world = WORLDS[(n + m + i) % 3]
+                usual = (n + m) % 3 == i or (method == "ring" and (n + 1) % 3 == i)
+                marks = [] if usual else [pytest.mark.slow]
+                label = f"{name}-{method}-{layout}-{world}"
+                found.append(pytest.param(world, method, layout, name, id=label, marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("world", "method", "layout", "name"), _features())
+def test_feature_equals_whole(world: int, method: str, layout: str, name: str) -> None:
+    check(world, method=method, layout=layout, **FEATURES[name])
+
+
+@pytest.mark.parametrize(
+    ("world", "heads"),
+    [(4, (6, 3)), (3, (4, 2)), (4, (7, 1)), (3, (5, 5)), (4, (14, 2)), (2, (10, 2))],
+)
+def test_ulysses_shares_out_any_number_of_heads(world: int, heads: tuple[int, int]) -> None:
+    options = {"causal": True, "dropout_p": 0.2, "dropout_seed": 3}
+    terms = ["sinks", "alibi_slopes"]
+    check(world, method="ulysses", layout="zigzag", heads=heads, options=options, terms=terms)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["full", "longer-keys", "window-sinks-softcap", "dropout"])
+def test_usp_equals_whole(layout: str, name: str) -> None:
+    check(4, method="usp", mesh=(2, 2), layout=layout, **FEATURES[name])
+
+
+@pytest.mark.parametrize("mesh", [(1, 4), (4, 1)])
+def test_usp_of_one_dim(mesh: tuple[int, int]) -> None:
+    case = {**FEATURES["causal-window"], "heads": (6, 3), "terms": ["documents"]}
+    check(4, method="usp", mesh=mesh, layout="zigzag", **case)
