@@ -102,3 +102,115 @@ def test_usp_equals_whole(layout: str, name: str) -> None:
 def test_usp_of_one_dim(mesh: tuple[int, int]) -> None:
     case = {**FEATURES["causal-window"], "heads": (6, 3), "terms": ["documents"]}
     check(4, method="usp", mesh=mesh, layout="zigzag", **case)
+
+
+# ---- hops of kernels ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world", "method", "layout", "name"),
+    [
+        (2, "ring", "zigzag", "window-sinks-softcap"),
+        (2, "ring", "striped", "dropout-sinks"),
+        (2, "ring", "contiguous", "bias"),
+        (2, "ring", "zigzag", "bfloat16"),
+        (3, "ring", "zigzag", "alibi"),
+        (2, "ring", "contiguous", "documents"),
+        (3, "ring", "zigzag", "longer-keys"),
+        (2, "ulysses", "striped", "dropout"),
+        (3, "ulysses", "zigzag", "mha"),
+        (2, "allgather", "zigzag", "prefix"),
+        (2, "allgather", "contiguous", "top-left"),
+    ],
+)
+def test_hop_of_kernels_equals_whole(world: int, method: str, layout: str, name: str) -> None:
+    check(world, method=method, layout=layout, hop="kernel", **FEATURES[name])
+
+
+def test_score_mod_over_ranks() -> None:
+    pool().run(2, "rank_cases:functions")
+
+
+@pytest.mark.parametrize(
+    ("method", "layout", "hop", "world"),
+    [
+        ("ring", "zigzag", "kernel", 2),
+        ("ulysses", "contiguous", "kernel", 2),
+        *((m, x, "torch", 3) for m in METHODS for x in LAYOUTS),
+    ],
+)
+def test_dropout_bits_are_those_of_one_device(
+    method: str, layout: str, hop: str, world: int
+) -> None:
+    pool().run(world, "rank_cases:dropout_bits", method=method, layout=layout, hop=hop)
+
+
+# ---- around a call --------------------------------------------------------------------------
+
+
+def test_seed_is_drawn_on_the_first_rank() -> None:
+    pool().run(2, "rank_cases:drawn_seed")
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_checkpoint_recomputes_the_same(method: str) -> None:
+    case = {"seqlen": 37, "method": method, "layout": "zigzag"}
+    pool().run(3, "rank_cases:checkpointed", case=case)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("layout", ["zigzag", "striped"])
+def test_packed_sequences(method: str, layout: str) -> None:
+    pool().run(3, "rank_cases:packed", method=method, layout=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("seqlen", [24, 37, 3])
+def test_helpers(layout: str, seqlen: int) -> None:
+    pool().run(4, "rank_cases:helpers", layout=layout, seqlen=seqlen)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("ring", "window-sinks-softcap"), ("ulysses", "dropout"), ("allgather", "documents"),
+     ("ulysses", "no-lse")],
+)  # fmt: skip
+def test_compiled_in_one_graph(method: str, name: str) -> None:
+    case = {"seqlen": 38, "method": method, "layout": "zigzag", **FEATURES[name]}
+    pool().run(2, "rank_cases:compare", case=case, compiled=True)
+
+
+# ---- what is refused, and what fails --------------------------------------------------------
+
+
+def refused(world: int, **case: Any) -> tuple[str, str]:
+    base = {"seqlen": 8, "method": "ring", "layout": "contiguous"}
+    found = pool().run(world, "rank_cases:refused", case={**base, **case})
+    kinds = {kind for kind, _ in found}
+    assert len(kinds) == 1
+    return found[0]
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ({"method": "ulysses", "terms": ["bias"]}, "bias with method ulysses: a rank has"),
+        ({"method": "ulysses", "heads": (1, 1)}, "there are 1, over 2 ranks; use method="),
+    ],
+)
+def test_what_a_method_cannot_do_is_refused(case: dict[str, Any], words: str) -> None:
+    kind, said = refused(2, **case)
+    assert kind == "UnsupportedSpecError" and words in said
+
+
+def test_ranks_that_ask_for_different_things_are_told() -> None:
+    for said in pool().run(2, "rank_cases:differ"):
+        assert "rank 0: ring" in said and "rank 1: ring" in said and "causal" in said
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_ranks_end_when_one_fails(method: str) -> None:
+    found = pool().run(3, "rank_cases:fails_on_rank", bad=1, seconds=2.0, method=method)
+    assert found.pop(1) == "failed"
+    for said in found:
+        assert "of 3 (global rank" in said and "another rank failed, or made no such call" in said

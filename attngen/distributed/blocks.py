@@ -54,6 +54,7 @@ class Rules:
         right: int | None,
         chunk: int | None,
         totals: tuple[int, int],
+        bottom_right: bool,
     ) -> Rules:
         """Of a text's spec, its numbers, and the whole lengths of q and k."""
         right = 0 if spec.is_causal else right
@@ -64,7 +65,7 @@ class Rules:
             or spec.has_score_entries
             or spec.moves_limits
         )
-        align = 0 if spec.causal == "top_left" else totals[1] - totals[0]
+        align = totals[1] - totals[0] if bottom_right else 0
         is_plain = spec.is_causal and left is None and chunk is None and not by_place
         return cls(left, None if spec.moves_limits else right, chunk, align, is_plain, by_place)
 

@@ -17,6 +17,10 @@ from attngen.errors import RankError, SpecError
 from attngen.values import shown
 
 
+# Its name since torch 2.13, or the one before.
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 def group_of(group: Any) -> Any:
     """The process group that a caller names: itself, a DeviceMesh's, or the world's.
 
@@ -140,7 +144,7 @@ def all_gather(x: Tensor, shapes: Sequence[tuple[int, ...]], group: Any) -> list
     if all(shape == shapes[0] for shape in shapes):
         made = x.new_empty((len(shapes), *shapes[0]))
         with explained("all-gather", group, "a shard"):
-            dist.all_gather_into_tensor(made.view(-1), x.view(-1), group=group)
+            _gather(made.view(-1), x.view(-1), group=group)
         return list(made.unbind(0))
     sizes = [_size(shape) for shape in shapes]
     made = x.new_empty(sum(sizes))

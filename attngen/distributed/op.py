@@ -365,7 +365,7 @@ def _fake_backward(
 
 
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-    text, key, q, k, v, extra, scalars, ints, total_q, total_k, _, _ = inputs
+    text, key, q, k, v, extra, scalars, ints, total_q, total_k, _, ctx.wants_lse = inputs
     spec = parsed(key)
     ctx.numbers = text, key, scalars, ints, total_q, total_k, (q.shape[1], k.shape[1])
     out, lse, *saved = output
@@ -384,7 +384,7 @@ def _gradients(ctx: Any, grads: Any) -> tuple[Any, ...]:
     nothing = [None] * len(extra)
     if dout is None and dlse is None:
         return (None, None, None, None, None, nothing, *(None,) * 6)
-    if dlse is not None and dlse.numel() == 0:
+    if not ctx.wants_lse:
         dlse = None
     needed = dict(zip(spec.tensor_args, ctx.needs_input_grad[5], strict=True))
     needs = [needed[name] for name in spec.gradient_args]

@@ -38,8 +38,11 @@ def forward(
     """out and lse, float32."""
     found = _scores(spec, q.float(), k.float(), terms, scalars, ints)
     s = found.s.masked_fill(~found.seen, NEG_INF)
-    lse = torch.logsumexp(s, -1)
-    p = _weights(found, lse)
+    most = s.amax(-1, keepdim=True)
+    most = torch.where(most == NEG_INF, torch.zeros_like(most), most)
+    e = torch.exp(s - most)
+    total = e.sum(-1, keepdim=True)
+    p, lse = e / total.clamp(min=1.0), (most + torch.log(total)).squeeze(-1)
     if found.kept is not None:
         p = p * found.kept
     return p @ v.float().repeat_interleave(q.shape[1] // k.shape[1], 1), lse

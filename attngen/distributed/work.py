@@ -69,7 +69,8 @@ class Work:
     def rules(self) -> Rules:
         left, right = self.ints.get("window_left"), self.ints.get("window_right")
         spec = parsed(self.key)
-        return Rules.of(spec, left, right, self.ints.get("chunk"), self.totals)
+        bottom_right = bool(self.ints.get("bottom_right", 1))
+        return Rules.of(spec, left, right, self.ints.get("chunk"), self.totals, bottom_right)
 
     def forward(self, block: Block, q: Tensor, keys: Keys) -> tuple[Tensor, Tensor]:
         """out and lse of a block's rows, float32, without sinks."""
@@ -138,7 +139,7 @@ class Work:
         if q is not None and k is not None:
             place = {"q_start": q.start, "q_step": q.step, "k_start": k.start, "k_step": k.step}
             place |= {"seqlen_q_total": self.totals[0], "seqlen_k_total": self.totals[1]}
-            place["bottom_right"] = int(spec.causal != "top_left")
+            place["bottom_right"] = self.ints.get("bottom_right", 1)
         return made | {name: n for name, n in place.items() if name in made}
 
     def _extra(
