@@ -82,6 +82,15 @@ def explained(what: str, group: Any, wanted: str) -> Iterator[None]:
         ) from error
 
 
+def _limit(group: Any) -> Any:
+    """How long a CPU group waits: its messages between two ranks alone would wait as long as was
+    said when it was made, whatever was set since."""
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
 class Message(NamedTuple):
     """Tensors that go from one rank of a group to another."""
 
@@ -98,9 +107,10 @@ class Pending:
         self.what, self.wanted = what, wanted
 
     def wait(self) -> None:
+        limit = _limit(self.group) if self.held and self.held[0].is_cpu else None
         with explained(self.what, self.group, self.wanted):
             for work in self.works:
-                work.wait()
+                work.wait() if limit is None else work.wait(limit)
         self.works, self.held = [], []
 
 
