@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -53,12 +53,23 @@ from attngen.values import (
 )
 from attngen.workload import Direction, Workload, check_direction
 
+if TYPE_CHECKING:
+    from attngen.distributed import ContextParallel, ParallelAttention
+
 # Defaults of the calls, known by identity: an argument that is none of them is looked at.
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
 _NO_TEXTS = (None, None)
 _LENGTH_FIELDS = ((), ("key_lengths",), ("paged",))
 """Spec fields of no lengths, of seqused_k, and of block_table beside it."""
+
+
+@overload
+def compile(spec: AttentionSpec) -> Attention: ...
+
+
+@overload
+def compile(spec: AttentionSpec, *, context_parallel: ContextParallel) -> ParallelAttention: ...
 
 
 def compile(spec: AttentionSpec, *, context_parallel: Any = None, **options: Any) -> Any:

@@ -120,9 +120,7 @@ def call(group: Any, case: dict[str, Any], *, compiled: bool = False) -> list[Te
     tensors, terms = made(case)
     group = mesh_of(group, case.get("mesh"))
     layout = case["layout"]
-    cut = {
-        n: distributed.shard(x, layout, dim=2, group=group).clone() for n, x in tensors.items()
-    }
+    cut = {n: distributed.shard(x, layout, dim=2, group=group).clone() for n, x in tensors.items()}
     near = {}
     for name, x in terms.items():
         if name in LOCAL_ROWS:
@@ -286,9 +284,7 @@ def helpers(group: Any, layout: str, seqlen: int) -> None:
     shifted = distributed.shift_labels(cut[0], layout, seqlen=seqlen, group=group)
     want = torch.cat([labels[1:], torch.tensor([-100])])
     assert torch.equal(shifted, want[rows])
-    shifted = distributed.shift_labels(
-        cut[0], layout, seqlen=seqlen, group=group, doc_ids=cut[1]
-    )
+    shifted = distributed.shift_labels(cut[0], layout, seqlen=seqlen, group=group, doc_ids=cut[1])
     want = torch.where((ids == ids.roll(-1)) & (want != -100), want, -100)
     assert torch.equal(shifted, want[rows])
 

@@ -1,4 +1,4 @@
-"""The public calls: an attention over shards of a sequence, as a function and of a compiled spec."""
+"""The public calls: attention over shards of a sequence, as a function and of a compiled spec."""
 
 from __future__ import annotations
 

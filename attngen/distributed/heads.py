@@ -58,8 +58,8 @@ def shares(heads: int, heads_kv: int, world: int) -> tuple[Share, ...]:
 
 @functools.lru_cache(maxsize=256)
 def runs(share: Share, group: int) -> tuple[Run, ...]:
-    """The calls of a rank, in its own numbers of heads: those of kv heads in the middle, all of whose
-    query heads it has, are one, and at either end there may be one with fewer."""
+    """The calls of a rank, in its own numbers of heads: kv heads in the middle, all of whose query
+    heads it has, are one call, and at either end there may be one with fewer."""
     (first, last), (kv, kv_end) = share
     found: list[Run] = []
     for n in range(kv, kv_end):

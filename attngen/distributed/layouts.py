@@ -24,15 +24,15 @@ LAYOUTS = ("contiguous", "zigzag", "striped")
 
 
 class Piece(NamedTuple):
-    """Rows `start + i * step` of the whole sequence, i < count."""
+    """Rows `start + i * step` of the whole sequence, i < size."""
 
     start: int
     step: int
-    count: int
+    size: int
 
     @property
     def last(self) -> int:
-        return self.start + (self.count - 1) * self.step
+        return self.start + (self.size - 1) * self.step
 
     @property
     def rows(self) -> range:
@@ -67,7 +67,7 @@ def pieces(layout: str, rank: int, world: int, seqlen: int) -> Pieces:
         found = [_part(seqlen, world, rank)]
     else:
         found = [_part(seqlen, 2 * world, n) for n in (rank, 2 * world - 1 - rank)]
-    return joined(piece for piece in found if piece.count)
+    return joined(piece for piece in found if piece.size)
 
 
 def joined(found: Iterable[Piece]) -> Pieces:
@@ -76,7 +76,7 @@ def joined(found: Iterable[Piece]) -> Pieces:
     for piece in found:
         last = made[-1] if made else None
         if last and last.step == piece.step == 1 and last.last + 1 == piece.start:
-            made[-1] = Piece(last.start, 1, last.count + piece.count)
+            made[-1] = Piece(last.start, 1, last.size + piece.size)
         else:
             made.append(piece)
     return tuple(made)
@@ -84,7 +84,7 @@ def joined(found: Iterable[Piece]) -> Pieces:
 
 def length(found: Pieces) -> int:
     """How many rows these are."""
-    return sum(piece.count for piece in found)
+    return sum(piece.size for piece in found)
 
 
 def rows_of(found: Pieces) -> list[int]:
@@ -105,19 +105,19 @@ def in_order(shards: tuple[Pieces, ...]) -> tuple[Pieces, Order | None]:
     rows stay where they are. Some stripes of several stay, too: they make no runs of rows."""
     held = [piece for shard in shards for piece in shard]
     if any(piece.step > 1 for piece in held):
-        count = sum(piece.count for piece in held)
+        count = sum(piece.size for piece in held)
         if max((piece.last for piece in held), default=-1) + 1 != count:
             return tuple(held), None
         return joined([Piece(0, 1, count)]), Order((), shards)
     starts, at = [], 0
     for piece in held:
         starts.append(at)
-        at += piece.count
+        at += piece.size
     by_start = sorted(zip(held, starts, strict=True))
     found = joined(piece for piece, _ in by_start)
     if [start for _, start in by_start] == starts:
         return found, None
-    return found, Order(tuple((start, piece.count) for piece, start in by_start), shards)
+    return found, Order(tuple((start, piece.size) for piece, start in by_start), shards)
 
 
 @functools.lru_cache(maxsize=16)
@@ -285,8 +285,8 @@ def shift_labels(
     doc_ids: Tensor | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """What each row of this rank's shard has to predict: the label of the row behind it in the whole
-    sequence, which another rank may hold.
+    """What each row of this rank's shard has to predict: the label of the row behind it in the
+    whole sequence, which another rank may hold.
 
     Args:
         labels: this rank's shard, integers; dim `dim` is the sequence.

@@ -1,5 +1,5 @@
-"""The ops `attngen::cp_fwd` and `attngen::cp_bwd`: a whole attention over ranks, exchanges included,
-opaque to torch.compile.
+"""The ops `attngen::cp_fwd` and `attngen::cp_bwd`: a whole attention over ranks, with its
+exchanges, opaque to torch.compile.
 
 Arguments are those of `attngen::fwd`, and a plan: names of groups, method, layout, hop. Shapes are
 local ones. What the backward needs beside the inputs follows out and lse.
@@ -31,7 +31,6 @@ from attngen.distributed.plan import Plan, read
 from attngen.distributed.work import Keys, Work
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
-from attngen.spec import AttentionSpec
 
 _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _LIBRARY.define(
@@ -148,9 +147,7 @@ class _Call:
             return [dk, dv]
         order = in_order(self.k_rows)[1]
         counts = [length(rows) for rows in self.k_rows]
-        split = [
-            reordered(x.float(), order, 2, back=True).split(counts, 2) for x in (dk, dv)
-        ]
+        split = [reordered(x.float(), order, 2, back=True).split(counts, 2) for x in (dk, dv)]
         parts = [[each[n] for each in split] for n in range(self.world)]
         shapes = [[tuple(x.shape) for x in parts[self.rank]]] * self.world
         found = comm.all_to_all(parts, shapes, self.plan.group)
@@ -358,9 +355,9 @@ def _fake_backward(
         found.append(empty_bshd(x, x.shape[0], n, rows, x.shape[3], q.dtype))
     given = dict(zip(spec.tensor_args, extra, strict=True))
     for name, need in zip(spec.gradient_args, needs, strict=True):
-        x = given[name]
-        if need and x is not None:
-            found.append(x.new_empty(x.shape))
+        term = given[name]
+        if need and term is not None:
+            found.append(term.new_empty(term.shape))
     return found
 
 

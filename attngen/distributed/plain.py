@@ -67,9 +67,9 @@ def backward(
     group = q.shape[1] // k.shape[1]
     wanted = [n for n, need in zip(spec.gradient_args, needs, strict=True) if need]
     with torch.enable_grad():
-        leaves = [x.detach().float().requires_grad_() for x in (q, k)]
+        q, k = (x.detach().float().requires_grad_() for x in (q, k))
         others = {n: terms[n].detach().float().requires_grad_() for n in wanted}
-        found = _scores(spec, *leaves, terms | others, scalars, ints)
+        found = _scores(spec, q, k, terms | others, scalars, ints)
     soft = _weights(found, lse)
     p = soft
     if spec.sinks:
@@ -84,14 +84,15 @@ def backward(
         ds = p * (dp - (out.float() * do).sum(-1, keepdim=True))
     if dlse is not None:
         ds = ds + soft * dlse.float().masked_fill(lse == NEG_INF, 0.0)[..., None]
-    inputs = [*leaves, *others.values()]
+    inputs = [q, k, *others.values()]
     grads = torch.autograd.grad(found.s, inputs, ds, allow_unused=True)
     made = [torch.zeros_like(x) if g is None else g for g, x in zip(grads, inputs, strict=True)]
     return [*made[:2], dv, *made[2:]]
 
 
 def _by_group(x: Tensor, group: int) -> Tensor:
-    return x.unflatten(1, (-1, group)).sum(2)
+    total: Tensor = x.unflatten(1, (-1, group)).sum(2)
+    return total
 
 
 def _weights(found: _Scores, lse: Tensor) -> Tensor:
@@ -125,7 +126,8 @@ def _scores(
         dropout_p=scalars.get("dropout_p", 0.0),
     )
     place = (b + ints.get("batch_start", 0), h + ints.get("head_start", 0), rows, keys)
-    structure = Structure(*(terms.get(x) for x in ("prefix_lens", "doc_ids_q", "doc_ids_k")))
+    ids_q, ids_k = terms.get("doc_ids_q"), terms.get("doc_ids_k")
+    structure = Structure(terms.get("prefix_lens"), ids_q, ids_k)
     seen = visible(values, rows + align, keys, structure, (b, i, j))
     functions = Functions(spec, {name: terms[name] for name in spec.aux_args})
     s = q @ k.repeat_interleave(heads // k.shape[1], 1).mT * scalars["softmax_scale"]

@@ -2,8 +2,8 @@
 
 In hop t a rank holds the keys of the rank t before it. The next keys are under way while a hop
 computes, in memory of their own; on CUDA, on the stream of the process group. Keys that no rank
-further on needs are not sent on, and a hop of which nothing is seen is not computed. Partial results
-are float32 and joined by their lse, the larger one subtracted first.
+further on needs are not sent on, and a hop of which nothing is seen is not computed. Partial
+results are float32 and joined by their lse, the larger one subtracted first.
 
 Backward, keys go round again, and their gradients, float32, follow one hop behind: each rank adds
 its share and sends them on, and from the last rank that needs the keys they go home.
@@ -139,9 +139,7 @@ class _Under:
         }
         outgoing = {block: keys.tensors for block, keys in self.held.items()}
         into = {block: keys.tensors for block, keys in incoming.items()}
-        self.pending = comm.post(
-            messages, outgoing, into, self.group, self.what, "keys and values"
-        )
+        self.pending = comm.post(messages, outgoing, into, self.group, self.what, "keys and values")
         self.held |= incoming
 
 
@@ -213,9 +211,7 @@ def backward(
         if hop == 0 and rank not in leaving:
             home = grads.pop(rank)
         outgoing = {block: grads.pop(block) for block in leaving}
-        into = {
-            m.block: keys.sums(length(k_shards[m.block])) for m in messages if m.target == rank
-        }
+        into = {m.block: keys.sums(length(k_shards[m.block])) for m in messages if m.target == rank}
         if messages:
             pending = comm.post(messages, outgoing, into, group, what, "gradients of keys")
         grads |= into

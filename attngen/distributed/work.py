@@ -1,5 +1,5 @@
-"""One rank's part of an attention: blocks of queries and keys, each by calls of a kernel, or in plain
-PyTorch."""
+"""One rank's part of an attention: blocks of queries and keys, each by calls of a kernel, or in
+plain PyTorch."""
 
 from __future__ import annotations
 
@@ -83,11 +83,11 @@ class Work:
             if "head_start" in ints:
                 ints["head_start"] = self.head_start + run.q[0]
             if self.hop == "torch":
-                lists = (dict(zip(spec.tensor_args, extra, strict=True)), scalars, ints)
-                parts.append(plain.forward(spec, q_part, k_part, v_part, *lists))
-                continue
-            lists = (extra, list(scalars.values()), list(ints.values()))
-            out, lse = calls.forward(text, q_part, k_part, v_part, *lists)
+                named = dict(zip(spec.tensor_args, extra, strict=True))
+                out, lse = plain.forward(spec, q_part, k_part, v_part, named, scalars, ints)
+            else:
+                numbers = (list(scalars.values()), list(ints.values()))
+                out, lse = calls.forward(text, q_part, k_part, v_part, extra, *numbers)
             parts.append((out, lse))
         return _by_heads([part[0] for part in parts]), _by_heads([part[1] for part in parts])
 
@@ -110,16 +110,16 @@ class Work:
             extra = self._extra(spec, block, run, keys)
             if "head_start" in ints:
                 ints["head_start"] = self.head_start + run.q[0]
-            o, l, do, dl = (_rows(x, run, block) for x in (out, lse, dout, dlse))
+            o, own_lse, do, dl = (_rows(x, run, block) for x in (out, lse, dout, dlse))
             needs = [name in self.gradients for name in spec.gradient_args]
-            given = (q_part, k_part, v_part, o, l, do, dl)
+            given = (q_part, k_part, v_part, o, own_lse, do, dl)
             if self.hop == "torch":
                 named = dict(zip(spec.tensor_args, extra, strict=True))
                 dq, dk, dv, *more = plain.backward(spec, *given, named, scalars, ints, needs)
             else:
                 lists = (extra, list(scalars.values()), list(ints.values()))
                 wanted = [need for need in [needs] if any(need)]
-                dq, dk, dv, *more = calls.backward(text, *given, *lists, *wanted)  # type: ignore[arg-type]  # none is None here
+                dq, dk, dv, *more = calls.backward(text, *given, *lists, *wanted)
             found.append((run, dq, dk, dv))
             names = [n for n, need in zip(spec.gradient_args, needs, strict=True) if need]
             for name, grad in zip(names, more, strict=True):
