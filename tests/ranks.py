@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
+import time
 import traceback
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 WORLD = 4
 GROUPS = {2: (1, 3), 3: (0, 2, 3), 4: (0, 1, 2, 3)}
 """Global ranks of each world: a rank's place in its group is not its global one."""
 TIMEOUT_S = 60
-PATIENCE_S = 240
+PATIENCE_S = 120
 
 _pool: Pool | None = None
+spare: list[Any] = []
+"""In a rank process: groups of world 3 that a test may break."""
 
 
 class Pool:
@@ -51,6 +55,9 @@ class Pool:
         found, failed = [], []
         for rank in members:
             if not self.pipes[rank].poll(PATIENCE_S):
+                for process in self.processes:  # where they are goes to stderr
+                    os.kill(process.pid, signal.SIGUSR1)
+                time.sleep(1)
                 self.close()
                 raise AssertionError(f"rank {rank} did not answer in {PATIENCE_S} s; {failed}")
             ok, value = self.pipes[rank].recv()
@@ -81,6 +88,7 @@ def _serve(rank: int, store: str, pipe: Any, path: list[str]) -> None:
     import torch
     import torch.distributed as dist
 
+    faulthandler.register(signal.SIGUSR1)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -92,6 +100,8 @@ def _serve(rank: int, store: str, pipe: Any, path: list[str]) -> None:
     groups = {}
     for world, members in GROUPS.items():
         groups[world] = dist.new_group(members, timeout=timedelta(seconds=TIMEOUT_S))
+    for _ in range(3):
+        spare.append(dist.new_group(GROUPS[3]))
     while True:
         try:
             world, function, environment, named = pipe.recv()
@@ -104,6 +114,3 @@ def _serve(rank: int, store: str, pipe: Any, path: list[str]) -> None:
             pipe.send((True, made(groups[world], **named)))
         except BaseException:
             pipe.send((False, traceback.format_exc()))
-
-
-TESTS = Path(__file__).resolve().parent

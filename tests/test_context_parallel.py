@@ -1,5 +1,7 @@
-"""What context parallelism is planned by, without any process group: layouts, blocks, rings, heads; and
-what docs/context_parallel.md says of it."""
+"""What context parallelism is planned by, without any process group: layouts, blocks, rings, heads.
+
+And what docs/context_parallel.md says of it.
+"""
 
 from __future__ import annotations
 

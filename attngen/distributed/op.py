@@ -104,7 +104,7 @@ class _Call:
         plan, sizes = self.plan, (q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3])
         said = (
             f"{plan.method}, {plan.layout} of {self.totals[0]} and {self.totals[1]} rows, "
-            f"batch, heads and dims {sizes}, {q.dtype}, {self.key}"
+            f"batch, heads and dims {sizes}, {q.dtype}, {self.key}, {self.ints}"
         )
         comm.check_agreement(plan.group, said, q.device)
         for group in (plan.ring, plan.ulysses):
@@ -245,7 +245,8 @@ def _fake_forward(
     for total in (total_q, total_k):
         each = [_rows_of(layout, r, plan.world, total) for r in range(first, first + width)]
         held.append(sum(each[1:], each[0]))
-    mine = shares(heads, k.shape[1], width)[plan.rank - first]
+    heads, heads_kv = int(heads), int(k.shape[1])  # no symbols: each count has shares of its own
+    mine = shares(heads, heads_kv, width)[plan.rank - first]
     found += [
         q.new_empty((batch, mine.num_q, held[0], q.shape[3])),
         k.new_empty((batch, mine.num_kv, held[1], k.shape[3])),
@@ -364,7 +365,7 @@ def _fake_backward(
 def _setup_context(ctx: Any, inputs: Any, output: Any) -> None:
     text, key, q, k, v, extra, scalars, ints, total_q, total_k, _, ctx.wants_lse = inputs
     spec = parsed(key)
-    ctx.numbers = text, key, scalars, ints, total_q, total_k, (q.shape[1], k.shape[1])
+    ctx.numbers = text, key, scalars, ints, total_q, total_k, (int(q.shape[1]), int(k.shape[1]))
     out, lse, *saved = output
     extra = list(extra)
     if spec.has_dropout:
