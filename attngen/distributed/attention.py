@@ -102,7 +102,7 @@ def attention(
 
     The result on each rank is what `attngen.attention` of the whole gives for the rank's rows. All
     ranks of the group call it with equal options. Arguments are those of `attngen.attention`, with
-    these differences.
+    these differences. Inside torch.compile, call a compiled spec (`ParallelAttention`) instead.
 
     Args:
         q, k, v: this rank's shards, (batch, heads, rows of the shard, dim), cut by

@@ -52,6 +52,11 @@ _FLAT: dict[Any, Any] = {}
 def _flat_group(mesh: Any) -> Any:
     """The group of all ranks of a mesh of several dims; made once, by all of them."""
     ranks = tuple(mesh.mesh.flatten().tolist())
+    if list(ranks) != sorted(ranks):
+        raise SpecError(
+            f"the ranks of the mesh must ascend along its rows, and from row to row, got {ranks}; "
+            "groups number their members so"
+        )
     if ranks == tuple(range(dist.get_world_size())):
         return dist.group.WORLD
     if ranks not in _FLAT:
