@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -31,7 +32,14 @@ CASES: list[dict[str, Any]] = [
 
 def _rank(rank: int, world: int, store: str) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=store, rank=rank, world_size=world)
+    dist.init_process_group(
+        "nccl",
+        init_method=store,
+        rank=rank,
+        world_size=world,
+        device_id=torch.device("cuda", rank),
+        timeout=timedelta(seconds=120),
+    )
     group = dist.group.WORLD
     device = torch.device("cuda", rank)
     seqlen, heads, heads_kv = 2050, 8, 2
