@@ -130,10 +130,10 @@ def test_usp_of_one_dim(mesh: tuple[int, int]) -> None:
     [
         (2, "ring", "zigzag", "bfloat16"),
         (2, "ring", "striped", "dropout-sinks"),
-        (2, "ring", "zigzag", "window-sinks-softcap"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                (2, "ring", "zigzag", "window-sinks-softcap"),
                 (2, "ring", "contiguous", "bias"),
                 (3, "ring", "zigzag", "alibi"),
                 (2, "ring", "contiguous", "documents"),
@@ -198,9 +198,13 @@ def test_helpers(layout: str, seqlen: int) -> None:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [("ring", "window-sinks-softcap"), ("ulysses", "dropout"), ("allgather", "documents"),
-     ("ulysses", "no-lse")],
-)  # fmt: skip
+    [
+        ("ring", "window-sinks-softcap"),
+        pytest.param("ulysses", "dropout", marks=pytest.mark.slow),
+        pytest.param("allgather", "documents", marks=pytest.mark.slow),
+        ("ulysses", "no-lse"),
+    ],
+)
 def test_compiled_in_one_graph(method: str, name: str) -> None:
     case = {"seqlen": 38, "method": method, "layout": "zigzag", **FEATURES[name]}
     pool().run(2, "rank_cases:compare", case={"dynamic": True, **case}, compiled=True)
@@ -234,7 +238,9 @@ def test_ranks_that_ask_for_different_things_are_told() -> None:
         assert "rank 0: ring" in said and "rank 1: ring" in said and "causal" in said
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "method", ["ring", *(pytest.param(m, marks=pytest.mark.slow) for m in METHODS[1:])]
+)
 def test_other_ranks_end_when_one_fails(method: str) -> None:
     found = pool().run(3, "rank_cases:fails_on_rank", bad=1, seconds=2.0, method=method)
     assert found.pop(1) == "failed"
