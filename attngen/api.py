@@ -6,7 +6,7 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
@@ -55,6 +55,9 @@ from attngen.values import (
 )
 from attngen.workload import Direction, Workload, check_direction
 
+if TYPE_CHECKING:
+    from attngen.distributed import ContextParallel, ParallelAttention
+
 # Defaults of the calls, known by identity: an argument that is none of them is looked at.
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
@@ -64,13 +67,23 @@ _LENGTH_FIELDS = ((), ("key_lengths",), ("paged",), ("paged",))
 both."""
 
 
-def compile(spec: AttentionSpec, **options: Any) -> Attention:
+@overload
+def compile(spec: AttentionSpec) -> Attention: ...
+
+
+@overload
+def compile(spec: AttentionSpec, *, context_parallel: ContextParallel) -> ParallelAttention: ...
+
+
+def compile(spec: AttentionSpec, *, context_parallel: Any = None, **options: Any) -> Any:
     """The attention a spec describes, ready to call. Never tunes and never fails for want of a
     record: an untuned shape runs with a default config.
 
     Args:
         spec: what to compute. `deterministic=None` is settled here, by
             `torch.are_deterministic_algorithms_enabled()`.
+        context_parallel: an `attngen.distributed.ContextParallel`: calls take shards of a sequence
+            then, and the result is an `attngen.distributed.ParallelAttention`.
     """
     if not isinstance(spec, AttentionSpec):
         raise SpecError(
@@ -84,7 +97,21 @@ def compile(spec: AttentionSpec, **options: Any) -> Attention:
             f"compile() takes the spec alone, got {changed}; write "
             f"attngen.compile(attngen.AttentionSpec(..., {changed}))"
         )
+    if context_parallel is not None:
+        return _parallel(spec, context_parallel)
     return Attention(spec)
+
+
+def _parallel(spec: AttentionSpec, context_parallel: Any) -> Any:
+    from attngen import distributed
+
+    if not isinstance(context_parallel, distributed.ContextParallel):
+        raise SpecError(
+            "context_parallel must be an attngen.distributed.ContextParallel, got "
+            f'{shown(context_parallel)}; write ContextParallel(group, method="ring", '
+            'layout="zigzag")'
+        )
+    return distributed.ParallelAttention(spec, context_parallel)
 
 
 class Attention:
