@@ -267,8 +267,8 @@ def merge_row(
         splits = first + tl.arange(0, MERGED)
         m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
         l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
-        weights = l_i * tl.exp2((m_i - safe) * exp_scale)
-        total += tl.sum(weights, 0)
+        weights = tl.exp2((m_i - safe) * exp_scale)
+        total += tl.sum(l_i * weights, 0)
         outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
         columns = 0 + tl.arange(0, 128)
         inside = (l_i != 0.0)[:, None]
@@ -454,7 +454,10 @@ def attn_decode(
     l_safe = tl.where(seen, l_i, 1.0)
     norm = tl.where(seen, 1.0 / l_safe, 0.0)
     lse = tl.where(seen, (m_i * exp_scale + tl.log2(l_safe)) / LOG2E, float("-inf"))
-    if IS_SPLIT:  # m_i and l_i, as lse would round what maxima of 1e5 differ by
+    # Splits hand on m_i and l_i, as lse would round what maxima of 1e5 differ by, and acc as it is:
+    # a row that one split sees has the bits of a call with one split.
+    if IS_SPLIT:
+        norm = tl.where(seen, 1.0, 0.0)
         tl.store(l_ptr + row, l_i, is_row)
         tl.store(m_ptr + row, m_i, is_row)
         out_rows = out_ptr + row * HEAD_DIM_V
