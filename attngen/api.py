@@ -6,12 +6,12 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from attngen import in_place, ops, packed, paged, resolve
+from attngen import in_place, kv_cache, ops, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     BIAS_DTYPES,
@@ -55,6 +55,9 @@ from attngen.values import (
 )
 from attngen.workload import Direction, Workload, check_direction
 
+if TYPE_CHECKING:
+    from attngen.distributed import ContextParallel, ParallelAttention
+
 # Defaults of the calls, known by identity: an argument that is none of them is looked at.
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
@@ -64,13 +67,23 @@ _LENGTH_FIELDS = ((), ("key_lengths",), ("paged",), ("paged",))
 both."""
 
 
-def compile(spec: AttentionSpec, **options: Any) -> Attention:
+@overload
+def compile(spec: AttentionSpec) -> Attention: ...
+
+
+@overload
+def compile(spec: AttentionSpec, *, context_parallel: ContextParallel) -> ParallelAttention: ...
+
+
+def compile(spec: AttentionSpec, *, context_parallel: Any = None, **options: Any) -> Any:
     """The attention a spec describes, ready to call. Never tunes and never fails for want of a
     record: an untuned shape runs with a default config.
 
     Args:
         spec: what to compute. `deterministic=None` is settled here, by
             `torch.are_deterministic_algorithms_enabled()`.
+        context_parallel: an `attngen.distributed.ContextParallel`: calls take shards of a sequence
+            then, and the result is an `attngen.distributed.ParallelAttention`.
     """
     if not isinstance(spec, AttentionSpec):
         raise SpecError(
@@ -84,7 +97,21 @@ def compile(spec: AttentionSpec, **options: Any) -> Attention:
             f"compile() takes the spec alone, got {changed}; write "
             f"attngen.compile(attngen.AttentionSpec(..., {changed}))"
         )
+    if context_parallel is not None:
+        return _parallel(spec, context_parallel)
     return Attention(spec)
+
+
+def _parallel(spec: AttentionSpec, context_parallel: Any) -> Any:
+    from attngen import distributed
+
+    if not isinstance(context_parallel, distributed.ContextParallel):
+        raise SpecError(
+            "context_parallel must be an attngen.distributed.ContextParallel, got "
+            f'{shown(context_parallel)}; write ContextParallel(group, method="ring", '
+            'layout="zigzag")'
+        )
+    return distributed.ParallelAttention(spec, context_parallel)
 
 
 class Attention:
@@ -100,7 +127,7 @@ class Attention:
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
         # None where there is no dropout
-        has_none = spec.has_lengths or spec.shared_kv
+        has_none = spec.has_lengths or spec.shared_kv or spec.is_quantized
         self._drop_key = None if has_none else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
         self._mask = None
@@ -205,7 +232,11 @@ class Attention:
                 mask without torch's RNG state (checkpoint with preserve_rng_state=False).
             q_descale, k_descale, v_descale: the scales of FP8 inputs, positive float32, as
                 `attngen.quantize` gives them: () for fp8_scale "tensor", (batch, num_heads_kv) for
-                "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block".
+                "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block". With kv_dtype, those
+                of k and v alone: () for kv_scale "tensor", (batch, num_heads_kv) for "head",
+                (batch, num_heads_kv, seqlen_k) for "key"; of pages, (pages, num_heads_kv) and
+                (pages, page_size, num_heads_kv), of any strides. Scales of keys that are not used
+                are not read.
             cu_seqlens_q, cu_seqlens_k: of layout "thd", int32 (num_seqs + 1) on q's device:
                 sequence n owns rows cu_seqlens[n] to cu_seqlens[n + 1], which may be none. Not
                 looked at on the host, so that a GPU is never waited for; offsets that decrease or
@@ -264,9 +295,13 @@ class Attention:
             is_packed=spec.is_packed,
         )
         q, k, v = given.q, given.k, given.v
-        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype, is_paged=spec.paged)
+        dims, kinds = (spec.head_dim, spec.head_dim_v), (spec.paged, spec.kv_dtype)
+        check_call(q, k, v, *dims, spec.dtype, is_paged=kinds[0], kv_dtype=kinds[1])
         descales = (q_descale, k_descale, v_descale)
-        if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
+        if spec.is_quantized:
+            kv_cache.check_scale(spec, *descales)
+            descales = descales[1:]  # type: ignore[assignment]  # fewer of them
+        elif spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
             check_scale(spec, descales)
         scores = None
         if self._scores or not (
@@ -307,7 +342,7 @@ class Attention:
             softcap=spec.softcap,
             dropout_p=p,
             dropout_seed=dropout_seed,
-            descales=descales if spec.is_fp8 else (),
+            descales=descales if spec.is_fp8 or spec.is_quantized else (),
             scores=scores,
             masks=masks,
             aux=aux,
@@ -427,7 +462,8 @@ def attention(
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is; a tensor that acts on scores, or tells which keys a query sees, turns
+    the spec's fp8_scale is, and k and v of 8 bits beside a q of 16, with their descales, its
+    kv_dtype and kv_scale; a tensor that acts on scores, or tells which keys a query sees, turns
     its spec field on; cu_seqlens_q and cu_seqlens_k make the layout "thd". Jagged nested tensors,
     (batch, heads, seqlen, dim) or of layout "bshd", are packed sequences, too, and so are their
     results; k and v share offsets. score_mod and mask_mod are read anew in each call, with the
@@ -459,9 +495,13 @@ def attention(
     if given.sequences is not None or given.packs_queries:
         layout = "thd"
     name = compute_dtype(q)
-    check_call(q, k, v, None, None, name, is_paged=block_table is not None)
+    kv_dtype, kv_scale = kv_cache.dtype_of(name, k, v), None
+    check_call(q, k, v, None, None, name, is_paged=block_table is not None, kv_dtype=kv_dtype)
     descales, fp8_scale = (q_descale, k_descale, v_descale), None
-    if name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
+    if kv_dtype is not None:
+        kv_scale = kv_cache.scale_of(kv_dtype, *descales)
+        descales = descales[1:]  # type: ignore[assignment]  # fewer of them
+    elif name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
@@ -522,6 +562,8 @@ def attention(
             *_LENGTH_FIELDS[len(given.lengths)],
             *mapped,
         ),
+        kv_dtype,
+        kv_scale,
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
     if texts is not None:
@@ -545,7 +587,7 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
-        descales=descales if fp8_scale else (),
+        descales=descales if fp8_scale or kv_scale else (),
         scores=scores,
         masks=masks,
         aux=aux,
@@ -710,6 +752,8 @@ def _cached_text_key(
     fp8_scale: str | None,
     scores: tuple[str, ...],
     masks: tuple[str, ...],
+    kv_dtype: str | None = None,
+    kv_scale: str | None = None,
     score_mod: str | None = None,
     mask_mod: str | None = None,
 ) -> str:
@@ -728,6 +772,8 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
+        kv_dtype=kv_dtype,
+        kv_scale=kv_scale,
         score_mod=score_mod,
         mask_mod=mask_mod,
         **dict.fromkeys((*scores, *masks), True),  # type: ignore[arg-type]  # names of bool fields

@@ -9,6 +9,7 @@ from torch import Tensor
 from attngen.api import attention
 from attngen.append import append_kv
 from attngen.errors import SpecError
+from attngen.spec import KV_DESCALES
 
 
 def append_and_attend(
@@ -45,7 +46,8 @@ def append_and_attend(
             Default: positions (batch,) + seqlen.
         cu_seqlens_q: of layout "thd", as `attention` takes it.
         causal: row i of q sees the new keys up to its own.
-        options: others of `attention`: softmax_scale, window, sinks, return_lse, out and so on.
+        options: others of `attention`: softmax_scale, window, sinks, return_lse, out and so on; the
+            descales of a quantised cache, for both.
 
     Returns:
         What `attention` returns.
@@ -78,6 +80,7 @@ def append_and_attend(
         turned |= {"q": q.unsqueeze(0)} if turned else {}
     table = None if layout == "thd" else block_table
     rows = "bshd" if layout == "thd" else layout
+    turned |= {name: options[name] for name in KV_DESCALES if name in options}
     found = append_kv(k, v, k_cache, v_cache, **places, block_table=table, layout=rows, **turned)
     if found is not None:
         q = found.squeeze(0) if layout == "thd" else found

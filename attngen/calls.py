@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen import counters, interpreter, paged
+from attngen import counters, interpreter, kv_cache, paged
 from attngen.block_map import check_lists
 from attngen.checks import check_descales, check_out, check_tensors
 from attngen.decode import (
@@ -559,11 +559,11 @@ def checked_spec(
     """Refuse what a kernel must never see; the spec of the rest."""
     spec = parsed(text_key)
     check_tensors(q, k, v, spec.head_dim, spec.head_dim_v, is_paged=spec.paged)
-    wanted = getattr(torch, spec.dtype)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != wanted:
+        wanted = spec.dtype if name == "q" or spec.kv_dtype is None else spec.kv_dtype
+        if x.dtype != getattr(torch, wanted):
             raise DtypeError(
-                f"{name} is {x.dtype} but the spec says dtype={spec.dtype}; cast it, or use a "
+                f"{name} is {x.dtype} but the spec says dtype={wanted}; cast it, or use a "
                 f"spec of that dtype"
             )
     if q.is_cpu and not interpreter.enabled():
@@ -573,6 +573,8 @@ def checked_spec(
         )
     if spec.fp8_scale is not None:
         check_descales(spec.fp8_scale, q, k, extra[-len(DESCALES) :])
+    if spec.is_quantized:
+        kv_cache.check_descales(spec, q, k, extra)
     if spec.is_packed:
         check_offsets(spec, q, extra)
     if spec.block_map:

@@ -405,20 +405,21 @@ def check_call(
     dtype: str,
     *,
     is_paged: bool = False,
+    kv_dtype: str | None = None,
 ) -> None:
     """Kinds, shapes, devices and dtypes; what passed once is not looked at again."""
     at = None
     if not torch.compiler.is_compiling():
         try:
             shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-            dims = (head_dim, head_dim_v, dtype, is_paged)
+            dims = (head_dim, head_dim_v, dtype, is_paged, kv_dtype)
             at = (*shapes, *dtypes, q.device, k.device, v.device, *dims)
             if at in _PASSED and not torch.is_autocast_enabled(q.device.type):
                 return
         except (AttributeError, RuntimeError, TypeError):
             at = None  # no plain tensors, or sizes without a value
     check_tensors(q, k, v, head_dim, head_dim_v, is_paged=is_paged)
-    check_dtypes(q, k, v, dtype)
+    check_dtypes(q, k, v, dtype, kv_dtype)
     if at is None or _autocasts(q):
         return
     if len(_PASSED) >= _MAX_PASSED:
@@ -512,8 +513,17 @@ def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor
         raise SpecError("out must begin at a multiple of 16 bytes; make it with torch.empty")
 
 
-def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str) -> None:
-    """One dtype, the spec's; under autocast the op casts."""
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str, kv_dtype: str | None = None) -> None:
+    """One dtype, the spec's; under autocast the op casts. Of a quantised cache, two."""
+    if kv_dtype is not None:
+        stored = getattr(torch, kv_dtype)
+        is_cast_here = _autocasts(q) and is_cast(q.dtype)
+        if k.dtype == v.dtype == stored and (is_cast_here or q.dtype == getattr(torch, dtype)):
+            return
+        raise DtypeError(
+            f"q must be {dtype}, and k and v {kv_dtype}, got {q.dtype}, {k.dtype}, {v.dtype}; cast "
+            "q, quantise k and v, or compile a spec of those dtypes"
+        )
     given = (q.dtype, k.dtype, v.dtype)
     if _autocasts(q) and not any(str(x).endswith(FP8_DTYPES) for x in (dtype, *given)):
         return

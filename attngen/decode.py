@@ -60,7 +60,7 @@ class DecodeConfig(NamedFields):
 
 def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
     """Does decode serve a forward of so many query rows?"""
-    if spec.has_lengths or spec.shared_kv:
+    if spec.has_lengths or spec.shared_kv or spec.is_quantized:
         return True
     return seqlen_q <= MAX_ROWS and not gives_way and not undecoded(spec)
 
@@ -127,8 +127,8 @@ def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -
     columns = d if spec.shared_kv else d + dv
     buffers = max(1, config.num_stages - 1)
     if m >= 64 and not spec.is_exact and capability >= 90:
-        buffers = max(min(2, config.num_stages), config.num_stages - spec.paged)
-    shared = m * d * size + buffers * n * columns * size
+        buffers = config.num_stages
+    shared = m * d * size + buffers * n * columns * (1 if spec.is_quantized else size)
     registers = (m * dv + m * n) // (32 * config.num_warps)
     return shared, registers
 
@@ -178,10 +178,12 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
     split_keys = INVARIANT_KEYS if spec.batch_invariant else 0
     wide, long = max(spec.head_dim, spec.head_dim_v) > 128, bucket.seqlen_k > 1024
     # On an H200, bfloat16, D 128, 1 to 128 sequences of 512 to 65536 keys: 0.98 of the best in the
-    # mean. Pages take a stage for the table, and more programs.
+    # mean. Pages, whose addresses take registers, are best in smaller tiles.
     sizes = [(64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2), (16, 4, 1, 2)]
-    if spec.paged:
-        sizes = [(64, 4, 4, 4), *sizes]
+    if spec.is_quantized:
+        sizes = [_of_quantized(spec, bucket.page_size), *sizes]
+    elif spec.paged:
+        sizes = [(64, 4, 4, 2), *sizes]
     elif long and not wide:
         sizes = [(128, 8 if block_m == _MIN_BLOCK else 4, 3, 1), *sizes]
     if spec.shared_kv and wide:
@@ -201,6 +203,17 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
             split_keys=split_keys,
             merge="last" if 0 < rows <= _ROWS_OF_LAST else "kernel",
         )
+
+
+def _of_quantized(spec: AttentionSpec, page_size: int) -> tuple[int, int, int, int]:
+    """The same of a quantised cache, D 128: fewer warps where each key's scale passes between
+    them."""
+    by_page = spec.kv_scale == "head" and spec.paged
+    if by_page and page_size >= 128 or spec.kv_scale == "key" and not spec.paged:
+        return (128, 4, 3, 2)
+    if spec.kv_scale == "key" or (by_page and page_size < 64):
+        return (64, 2, 3, 4)
+    return (64, 4, 3, 4)
 
 
 def axes(spec: AttentionSpec, bucket: Bucket) -> dict[str, tuple[Any, ...]]:

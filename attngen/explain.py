@@ -121,7 +121,7 @@ def explain_workload(
     where = gpu or current()
     choices = []
     for direction in directions:
-        if direction == "bwd" and spec.has_lengths:  # has none
+        if direction == "bwd" and (spec.has_lengths or spec.is_quantized):  # has none
             continue
         text = spec.served_as(direction).text
         at = spec_bucket(family(direction, text, workload.seqlen_q), spec, workload)

@@ -47,6 +47,7 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("paged", spec.paged),
             ("lengths", spec.key_lengths),
             ("shared", spec.shared_kv),
+            (f"kv_{spec.kv_dtype}_by_{spec.kv_scale}", spec.is_quantized),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),

@@ -222,7 +222,14 @@ def check_values(
 
 
 def refuse_gradients(spec: AttentionSpec) -> None:
-    """Keys of several lengths have no backward."""
+    """Keys of several lengths have no backward, nor has a quantised cache."""
+    if spec.is_quantized:
+        raise UnsupportedSpecError(
+            [
+                f"a cache of {spec.kv_dtype} (kv_dtype) has no backward; call it under "
+                "torch.no_grad(), or detach q and the scales"
+            ]
+        )
     if spec.has_lengths:
         what = "a paged cache" if spec.paged else "keys of several lengths (seqused_k)"
         raise UnsupportedSpecError(

@@ -92,6 +92,7 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["packed"] if spec.layout == "thd" else []
     traits += ["paged"] if spec.paged else ["lengths of keys"] if spec.key_lengths else []
     traits += ["v in k"] if spec.shared_kv else []
+    traits += [f"{spec.kv_dtype} cache by {spec.kv_scale}"] if spec.is_quantized else []
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]

@@ -103,12 +103,18 @@ DECODE_SPECS = {
     "paged-tree": {"paged": True, "tree_mask": True, "causal": True, "prefix_lm": True},
     "lengths": {"key_lengths": True, "head_dim": 96, "head_dim_v": 40, "window": (63, 31)},
     "float32": {"dtype": "float32", "chunk": 512},
+    "kv-e4m3": {"kv_dtype": "float8_e4m3fn", "kv_scale": "key", "paged": True, "head_dim": 128},
+    "kv-int8": {"kv_dtype": "int8", "kv_scale": "head", "paged": True, "window": (511, 0)},
+    "kv-dense": {"kv_dtype": "float8_e4m3fn", "kv_scale": "tensor", "dtype": "float16"},
 }
 
 
 @pytest.mark.parametrize(
     "names",
-    [("base", "paged"), pytest.param(tuple(DECODE_SPECS), marks=pytest.mark.slow, id="all")],
+    [
+        ("base", "paged", "kv-e4m3"),
+        pytest.param(tuple(DECODE_SPECS), marks=pytest.mark.slow, id="all"),
+    ],
 )
 def test_decode_compiles_for_hopper(names: tuple[str, ...]) -> None:
     merges = structural_variants("decode")

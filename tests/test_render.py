@@ -64,6 +64,7 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_packed": ({"layout": "thd", "causal": True}, FWD),
     "decode_base": ({}, DECODE),
     "decode_paged": ({"paged": True, "causal": True}, DECODE),
+    "decode_kv": ({"paged": True, "kv_dtype": "float8_e4m3fn", "kv_scale": "key"}, DECODE),
     "decode_shared": ({"head_dim": 576, "head_dim_v": 512, "shared_kv": True}, DECODE),
     "bwd_packed": ({"layout": "thd", "causal": True}, BWD),
     "bwd_base": ({}, BWD),

@@ -95,11 +95,16 @@ def whole(stride):
 
 @triton.jit
 def find_pages(table_ptr, start, lo, hi, COUNT: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The page of each of the keys start .. start + COUNT, and its place there; 0 of those outside
-    lo .. hi, whose entries of the table are not read."""
-    keys = start + tl.arange(0, COUNT)
-    inside = (keys >= lo) & (keys < hi)
-    return tl.load(table_ptr + keys // PAGE_SIZE, inside, 0), keys % PAGE_SIZE
+    """The pages of the keys start .. start + COUNT, a tile of its own: one page, if tiles divide
+    it, or that of each key. What lies outside lo .. hi has page 0, and its entries of the table
+    are not read."""
+    if PAGE_SIZE % COUNT == 0:
+        is_read = (start < hi) & (start + COUNT > lo)
+        pages = tl.load(table_ptr + start // PAGE_SIZE, is_read, 0)
+    else:
+        keys = start + tl.arange(0, COUNT)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, (keys >= lo) & (keys < hi), 0)
+    return pages
 
 
 @triton.jit
@@ -108,7 +113,6 @@ def load_keys(
     stride_page,
     stride,
     pages,
-    places,
     start,
     lo,
     hi,
@@ -116,6 +120,7 @@ def load_keys(
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):
     """Keys start .. start + COUNT and columns FIRST .. FIRST + WIDTH of one head.
 
@@ -124,7 +129,13 @@ def load_keys(
     keys = start + tl.arange(0, COUNT)
     columns = FIRST + tl.arange(0, WIDTH)
     inside = ((keys >= lo) & (keys < hi))[:, None]
-    rows = pages.to(tl.int64) * stride_page + places * stride
+    if PAGE_SIZE % COUNT == 0:
+        head_ptr += pages.to(tl.int64) * stride_page + start % PAGE_SIZE * stride
+        rows = tl.arange(0, COUNT) * stride
+    elif COUNT % PAGE_SIZE == 0:
+        rows = pages.to(tl.int64) * stride_page + tl.arange(0, COUNT) % PAGE_SIZE * stride
+    else:
+        rows = pages.to(tl.int64) * stride_page + keys % PAGE_SIZE * stride
     ptrs = head_ptr + rows[:, None] + columns[None, :]
     if FIRST + WIDTH > DIM:
         inside &= (columns < DIM)[None, :]
@@ -175,14 +186,16 @@ def attend(
 
     CAREFUL is for NaN and inf in hidden keys, whose weight is zero, but zero times NaN is NaN.
     """
+    pages = find_pages(table_row, begin, lo, end, BLOCK_N, PAGE_SIZE)
     for start_n in tl.range(begin, end, BLOCK_N, num_stages=1 if CAREFUL else None):
-        pages, places = find_pages(table_row, start_n, lo, end, BLOCK_N, PAGE_SIZE)
+        # A tile ahead, as K and V wait for them.
+        next_n = start_n + BLOCK_N
+        next_pages = find_pages(table_row, next_n, lo, end, BLOCK_N, PAGE_SIZE)
         k = load_keys(
             k_head,
             stride_kb,
             stride_ks,
             pages,
-            places,
             start_n,
             lo,
             end,
@@ -190,6 +203,7 @@ def attend(
             BLOCK_N,
             128,
             HEAD_DIM,
+            PAGE_SIZE,
         )  # [BLOCK_N, 128]
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         s = score(qk, qk_scale)  # [BLOCK_M, BLOCK_N]
@@ -208,7 +222,6 @@ def attend(
             stride_vb,
             stride_vs,
             pages,
-            places,
             start_n,
             lo,
             end,
@@ -216,6 +229,7 @@ def attend(
             BLOCK_N,
             128,
             HEAD_DIM_V,
+            PAGE_SIZE,
         )  # [BLOCK_N, 128]
         if CAREFUL:
             v, tainted = finite(v)
@@ -223,6 +237,7 @@ def attend(
             l_i = tl.where(sees_tainted, float("nan"), l_i)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        pages = next_pages
     return acc, l_i, m_i
 
 
