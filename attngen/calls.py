@@ -500,8 +500,6 @@ def partials(
     tiles = sizes.batch * row_tiles(config, rows, group)
     total = sizes.batch * rows if total_q is None else total_q
     splits = split_count(config, tiles * sizes.num_heads_kv, seen, sm_count)
-    if config.split_keys:  # a row's bits are those of a cache of several splits
-        splits = max(splits, 2)
     if splits == 1:
         return []
     if total_q is not None:
