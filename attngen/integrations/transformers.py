@@ -374,10 +374,10 @@ class _Rows(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args = tuple(x.as_subclass(Tensor) if isinstance(x, _Rows) else x for x in args)
-        if function is Tensor.new_zeros:
-            return torch.zeros((), dtype=torch.int8, device=args[0].device)
-        return function(*args, **(kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            if function is Tensor.new_zeros:
+                return torch.zeros((), dtype=torch.int8, device=args[0].device)
+            return function(*args, **(kwargs or {}))
 
 
 def _trace(
@@ -401,7 +401,7 @@ def _trace(
     batch, length, device = rows
     number = torch.arange(length, device=device)
     row = torch.arange(batch, device=device)[:, None]
-    is_next = function(row, 0, number[1:].as_subclass(_Rows)[None], number[None, :-1])
+    is_next = function(row, 0, number[None, 1:].as_subclass(_Rows), number[None, :-1])
     if is_next.dtype != torch.bool:  # blocks that see themselves whole
         return None
     documents = None
