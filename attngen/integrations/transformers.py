@@ -490,12 +490,10 @@ def _padding(
 
 def _says_nothing(mask: StructuredMask) -> bool:
     """Is it what a call without a mask means?"""
-    has_more = not (mask.used is mask.pad is mask.documents is mask.chunk is None)
-    if has_more or mask.window != (None, None):
+    traits = (mask.used, mask.pad, mask.documents, mask.chunk, *mask.window)
+    if not all(each is None for each in traits):
         return False
-    if not mask.causal:
-        return True
-    return mask.sizes[2] == 1 or mask.start == 0
+    return not mask.causal or bool(mask.sizes[2] == 1 or mask.start == 0)
 
 
 # ---- the call ---------------------------------------------------------------------------------
