@@ -236,6 +236,27 @@ def test_generate(cache: str | None, pair: Callable[[str], Pair], ids: Tensor):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("name, most", [("llama", 1), ("gemma2", 2)])
+def test_generate_compiles_its_steps(name: str, most: int, pair: Callable[[str], Pair]):
+    """As on a GPU, where a static cache makes transformers compile the decode step by itself: masks
+    are made ahead, and one that slides is full at some step."""
+    eager, ours = pair(name)
+    torch._dynamo.reset()
+    ids = torch.randint(3, 64, (2, 12), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    how = transformers.CompileConfig(backend="aot_eager", fullgraph=True)
+    how._compile_all_devices = True
+    named = {"attention_mask": mask, "cache_implementation": "static", "max_new_tokens": 5}
+    named |= {"do_sample": False, "eos_token_id": None}
+    torch._dynamo.utils.counters.clear()
+    got = ours.generate(ids, compile_config=how, **named)
+    assert 1 <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= most
+    assert torch.equal(got, eager.generate(ids, disable_compile=True, **named))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled(pair: Callable[[str], Pair], ids: Tensor):
     """One graph without a cache, where documents cannot be looked at, and few for a static one."""
