@@ -19,5 +19,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"attngen.integrations.{name}")
     if name == "flex_attention":  # the function, as torch.nn.attention.flex_attention has it
-        return importlib.import_module("attngen.integrations.flex_attention").flex_attention
+        found = importlib.import_module("attngen.integrations.flex_attention").flex_attention
+        globals()[name] = found
+        return found
     raise AttributeError(f"module 'attngen.integrations' has no attribute {name!r}")
