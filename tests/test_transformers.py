@@ -19,6 +19,7 @@ transformers = pytest.importorskip(
 from transformers import masking_utils  # noqa: E402  (not without transformers)
 
 from attngen.integrations import transformers as integration  # noqa: E402
+from attngen.integrations import transformers_masks as masks  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch._dynamo
 SEQLEN = 21
@@ -301,12 +302,12 @@ def _function(window: int | None, chunk: int | None, packed: Any, blocks: Any = 
     return found
 
 
-def _masks(function: Any, rows: int, keys: int, offsets: Any, pad: Any, **named: Any) -> Any:
+def _both(function: Any, rows: int, keys: int, offsets: Any, pad: Any, **named: Any) -> Any:
     """Ours and transformers' own."""
     sizes = {"batch_size": 2, "q_length": rows, "kv_length": keys, "mask_function": function}
     sizes |= {"q_offset": offsets[0], "kv_offset": offsets[1], "attention_mask": pad}
     dense = masking_utils.sdpa_mask(**sizes, allow_is_causal_skip=False)
-    return integration.structured_mask(**sizes, **named), dense
+    return masks.structured_mask(**sizes, **named), dense
 
 
 @pytest.mark.parametrize("window, chunk", [(None, None), (3, None), (None, 4)])
@@ -329,8 +330,8 @@ def test_structured(window: Any, chunk: Any, rows: int, keys: int, offsets: Any,
     pad = torch.ones(2, keys + offsets[1], dtype=torch.bool)
     pad[0, :2] = False
     function = _function(window, chunk, None)
-    ours, dense = _masks(function, rows, keys, offsets, pad if padded else None)
-    if isinstance(ours, integration.StructuredMask):
+    ours, dense = _both(function, rows, keys, offsets, pad if padded else None)
+    if isinstance(ours, masks.StructuredMask):
         assert torch.equal(ours.dense(), dense)
         assert torch.equal(torch.zeros(()).bool() | ours[:, :, -1:], dense[:, :, -1:])
         assert torch.equal(torch.where(ours, 1, 0), torch.where(dense, 1, 0))
@@ -350,8 +351,8 @@ def test_documents(window: int | None, blocks: Any, compiled: bool):
     def call(positions: Tensor) -> Any:
         function = _function(window, None, positions, blocks)
         named = {"local_size": window, "allow_is_causal_skip": False}
-        ours, dense = _masks(function, 8, 8, (0, 0), None, **named)
-        is_structured = isinstance(ours, integration.StructuredMask)
+        ours, dense = _both(function, 8, 8, (0, 0), None, **named)
+        is_structured = isinstance(ours, masks.StructuredMask)
         return ours.dense() if is_structured else ours, dense, is_structured
 
     if compiled:
@@ -364,7 +365,7 @@ def test_documents(window: int | None, blocks: Any, compiled: bool):
 
 def test_a_model_that_computes_with_its_mask_gets_a_tensor():
     function = _function(None, None, None)
-    ours, dense = _masks(function, 8, 8, (0, 0), None, allow_is_causal_skip=False)
+    ours, dense = _both(function, 8, 8, (0, 0), None, allow_is_causal_skip=False)
     assert torch.equal(ours, dense)
 
 
@@ -375,7 +376,7 @@ def test_names_that_transformers_keeps(name: Any):
 
 
 def test_a_mask_of_other_keys_is_refused():
-    mask, _ = _masks(_function(3, None, None), 8, 8, (0, 0), None)
+    mask, _ = _both(_function(3, None, None), 8, 8, (0, 0), None)
     q = torch.zeros(2, 2, 8, 16)
     with pytest.raises(attngen.SpecError, match="made for 8 keys, but this layer has 9"):
         integration.attention_forward(None, q, torch.zeros(2, 2, 9, 16), q, mask)
