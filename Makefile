@@ -21,9 +21,11 @@ CPU_TORCH = PIP install -qq --no-deps --retries 1 -c constraints.txt $(if $(TORC
 ifdef NO_VENV
 PY = PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON)
 READY =
+INTEGRATIONS =
 else
 PY = .venv/bin/python
 READY = .venv/ready
+INTEGRATIONS = .venv/integrations
 endif
 
 PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest
@@ -39,8 +41,8 @@ test: lint
 	$(PYTEST) -q -n 2 --dist worksteal -m "not gpu and not slow"
 
 # Everything: the slow tests, every case in both dtypes, every shipped record compiled for its
-# arch, and the newest Triton that the package supports.
-accept: lint accept-newest
+# arch, the newest Triton that the package supports, and the libraries that it plugs into.
+accept: lint accept-newest $(INTEGRATIONS)
 	$(PYTEST) -q -n 2 --dist worksteal -m "not gpu" --durations=20
 
 accept-newest: .venv-newest/ready
@@ -82,6 +84,14 @@ clean:
 		$(subst PIP,.venv/bin/python -m pip,$(CPU_TORCH)) && \
 		.venv/bin/python -m pip install -qq -c constraints.txt -e ".[dev]"; \
 	fi
+	@touch $@
+
+# transformers and diffusers, whose tests are skipped without them; torch stays as it is.
+.venv/integrations: .venv/ready
+	.venv/bin/python -c "import torch, triton, numpy; \
+		print(f'torch=={torch.__version__}\ntriton=={triton.__version__}\nnumpy=={numpy.__version__}')" \
+		> .venv/installed.txt
+	.venv/bin/python -m pip install -qq -c .venv/installed.txt -e ".[integrations]"
 	@touch $@
 
 # The same with the newest Triton that pyproject.toml allows; compiling for a GPU needs none.

@@ -23,8 +23,11 @@ import triton
 import triton.experimental.gluon  # copies triton.language's functions: must see them compiled
 import triton.language
 from triton._C.libtriton import ir
+from triton.runtime import interpreter
 from triton.runtime.interpreter import InterpretedFunction, InterpreterBuilder, TensorHandle
 from triton.runtime.jit import JITFunction
+
+from attngen.versions import triton_minor
 
 _FORCE = "ATTNGEN_INTERPRET"
 
@@ -54,10 +57,34 @@ def switch_on() -> None:
     _fuse_multiply_add()
     _pass_over_nan()
     _add_descriptor_atomics()
+    if triton_minor() == "3.6":  # the release whose code was looked at
+        _patch_once_a_launch()
     for module in _language_modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 setattr(module, name, InterpretedFunction(value.fn))
+
+
+def _patch_once_a_launch() -> None:
+    """Have a launch put triton.language into interpreted form once, where Triton 3.6 does it anew
+    for each function that a kernel calls: a third of a launch's time."""
+    patch, launch = interpreter._patch_lang, interpreter.GridExecutor.__call__
+    modules = (triton.language, triton.language.core)
+    done: set[tuple[bool, ...]] = set()
+
+    def patch_lang(function: Any) -> Any:
+        seen = tuple(any(x is m for x in function.__globals__.values()) for m in modules)
+        if seen in done:
+            return interpreter._LangPatchScope()  # of nothing
+        done.add(seen)
+        return patch(function)
+
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        done.clear()
+        return launch(self, *args, **named)
+
+    interpreter._patch_lang = patch_lang
+    interpreter.GridExecutor.__call__ = call
 
 
 def _add_descriptor_atomics() -> None:

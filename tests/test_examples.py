@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import runpy
+import sys
 import warnings
 from pathlib import Path
 
@@ -33,13 +34,21 @@ PROMISES = {
     "merge_shards": ("ring of 2 against one call", "dq: largest difference"),
     "serve_paged": ("tokens of 3 prompts", "tokens against eager attention"),
     "cascade": ("cascade against one call", "keys and values read"),
+    "finetune_transformers": ("with eager attention", "less than at first: True"),
+    "diffusers_block": ("attngen against native attention: relative difference",),
     "tune_and_read_kernel": ("record kept in", '"direction": "fwd"', "def visible_keys("),
 }
+
+
+NEEDS = {"finetune_transformers": "transformers", "diffusers_block": "diffusers"}
 
 
 @pytest.mark.parametrize("name", PROMISES)
 @pytest.mark.filterwarnings("ignore:attngen. no CUDA device")
 def test_example(name: str, capfd: pytest.CaptureFixture[str]):
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
+        warnings.simplefilter("ignore")  # theirs
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capfd.readouterr().out
     for promise in PROMISES[name]:
@@ -56,6 +65,16 @@ def test_demo(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     for section in range(1, 7):
         assert f"\n{section}. " in printed
     assert "largest difference" in printed
+
+
+@pytest.mark.parametrize("name", NEEDS)
+def test_example_without_its_library(
+    name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, NEEDS[name], None)
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    assert not ended.value.code and "attngen[integrations]" in capfd.readouterr().out
 
 
 def test_every_example_is_tested():

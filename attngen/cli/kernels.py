@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from attngen.cli.options import (
+    GPU,
+    SPEC,
     bad_config,
     config_option,
     device,
@@ -37,29 +39,56 @@ USUAL_WORKLOAD = Workload(1, 16, 16, 4096, 4096)
 
 
 @click.command(cls=Command)
-@spec_argument
+@click.argument("specs", type=SPEC, metavar="SPEC", nargs=-1, required=True)
 @direction_option("fwd", both=False)
-@workload_option()
-@gpu_option
+@workload_option(multiple=True)
+@click.option(
+    "--gpu",
+    "gpus",
+    type=GPU,
+    metavar="NAME",
+    multiple=True,
+    help="A GPU that need not be here, as nvidia_h200 or sm_90; default: the one here. Repeatable "
+    "with --standalone.",
+)
 @config_option
 @out_option
+@click.option(
+    "--standalone",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="DIR",
+    help="Write a package that needs no attngen: kernels of each SPEC for each --gpu and "
+    "--workload, forward and backward, a function that picks among them, and tests.",
+)
 def emit(
-    spec: AttentionSpec,
+    specs: tuple[AttentionSpec, ...],
     direction: Direction,
-    workload: Workload | None,
-    gpu: GpuInfo | None,
+    workloads: tuple[Workload, ...],
+    gpus: tuple[GpuInfo, ...],
     config: str | None,
     out: Path,
+    standalone: Path | None,
 ) -> None:
     """Print the kernel file of a SPEC: the stored winner's, or the one that --config names.
 
     Numbers that the text does not depend on may be `any`: window=any:none,dropout_p=any.
     """
+    if standalone is not None:
+        if config is not None or str(out) != "-":
+            raise click.UsageError("--standalone takes neither --config nor --out; leave them out")
+        _emit_folder(standalone, specs, gpus, workloads)
+        return
+    for what, given in (("SPEC", specs), ("--gpu", gpus), ("--workload", workloads)):
+        if len(given) > 1:
+            raise click.UsageError(
+                f"{what} is given {len(given)} times; keep one, or write a folder of all with "
+                "--standalone DIR"
+            )
     from attngen.render import render
 
-    where = device(gpu)
+    spec, where = specs[0], device(gpus[0] if gpus else None)
     if config is None:
-        chosen = _looked_up(spec, direction, workload, where)
+        chosen = _looked_up(spec, direction, workloads[0] if workloads else None, where)
     else:
         chosen = parse_config(spec, direction, config, where)
     text = render(spec, chosen)
@@ -70,6 +99,27 @@ def emit(
         say(f"wrote {out}")
     if where.is_interpreter and config is None:
         say("note: no GPU here: this is the interpreter's config; --gpu nvidia_h200 emits for one")
+
+
+def _emit_folder(
+    folder: Path,
+    specs: tuple[AttentionSpec, ...],
+    gpus: tuple[GpuInfo, ...],
+    workloads: tuple[Workload, ...],
+) -> None:
+    """`emit --standalone`."""
+    from attngen.standalone import emit_folder
+
+    here = gpus or (device(None),)
+    named = [gpu for gpu in here if not gpu.is_interpreter]
+    files = dict(emit_folder(folder.resolve(), specs, named, workloads))
+    try:
+        (folder.resolve() / "kernels").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise click.ClickException(f"cannot make {folder} ({error.strerror})") from error
+    for path, text in files.items():
+        write_whole(path, text)
+    say(f"wrote {len(files)} files to {folder}; python -m pytest {folder} checks them")
 
 
 def _looked_up(

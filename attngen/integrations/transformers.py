@@ -1,0 +1,185 @@
+"""attngen as an attention of transformers: `attn_implementation=register()`.
+
+Two functions are registered under one name. The mask function sees which keys a model's queries
+may see before any layer runs, and hands on a `StructuredMask` wherever causal order, a window,
+chunks, padding or packed documents say it; only what has no such form (image blocks, a user's own
+mask function) becomes a tensor of (batch, 1, q_length, kv_length). The attention function turns
+either into one call of `attngen.attention`.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen.api import attention
+from attngen.errors import SpecError
+from attngen.integrations.transformers_masks import StructuredMask, structured_mask
+
+
+def register(name: str = "attngen", *, packed: bool = True) -> str:
+    """Make attngen an attention implementation of transformers 5.
+
+    Args:
+        name: what `attn_implementation=` and `set_attn_implementation()` will take.
+        packed: position_ids that restart separate the documents of a row, as transformers has it.
+            A compiled model without a cache cannot look at them, and so computes document masks
+            in any case; False leaves them out there, for rows that hold one document each.
+
+    Returns:
+        The name.
+    """
+    try:
+        from transformers import AttentionInterface, AttentionMaskInterface
+    except ImportError as error:
+        raise ImportError(
+            f"attngen.integrations.transformers needs transformers 5 ({error}); install it with "
+            "pip install 'attngen[integrations]'"
+        ) from error
+    if not isinstance(name, str) or any(part in name for part in ("flash", "/", "|")):
+        raise SpecError(
+            f"name must be a str without 'flash', '/' and '|', got {name!r}: transformers takes "
+            'those for packages and kernels of its own; use "attngen"'
+        )
+    AttentionInterface.register(name, attention_forward)
+    AttentionMaskInterface.register(name, functools.partial(structured_mask, packed=packed))
+    return name
+
+
+def attention_forward(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: Any = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """An attention function of transformers; unknown options are not looked at.
+
+    Args:
+        query: (batch, num_heads_q, q_length, head_dim).
+        key, value: (batch, num_heads_kv, kv_length, head_dim or head_dim_v), not repeated.
+        attention_mask: what `structured_mask` made, a tensor (bool, or float to be added), or None:
+            causal where the module is, and rows and keys begin at one place.
+        s_aux: sinks, (num_heads_q,).
+        position_bias: added to the scores, broadcastable; differentiable.
+        options: cu_seq_lens_q and cu_seq_lens_k, int32 (num_seqs + 1), make rows of all of the
+            batch packed sequences, whatever attention_mask says.
+
+    Returns:
+        out (batch, q_length, num_heads_q, head_dim_v), contiguous, and no weights.
+    """
+    if isinstance(scaling, Tensor):
+        query, scaling = query * scaling, 1.0
+    named: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or None,
+        "sinks": s_aux,
+        "dropout_p": dropout,
+    }
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    offsets = (options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
+    if not (offsets[0] is None or offsets[1] is None) and position_bias is None:
+        return _packed(query, key, value, offsets, bool(causal), sliding_window, named), None
+    if isinstance(attention_mask, StructuredMask):
+        mask = attention_mask
+        if key.shape[2] != mask.sizes[3]:
+            raise SpecError(
+                f"the mask was made for {mask.sizes[3]} keys, but this layer has {key.shape[2]}; "
+                "hand the model a mask of 4 dims"
+            )
+        if mask.used is None or not (dropout or _needs_gradient(query, key, value)):
+            named |= _structure(mask)
+            keys = mask.keys
+        else:  # keys of several lengths have no backward
+            named["attn_mask"], keys = mask.dense(), None
+    elif isinstance(attention_mask, Tensor):
+        tile = attention_mask
+        if tile.dim() == 2:
+            tile = (
+                tile[:, None, None, :] if tile.dtype == torch.bool else tile.bool()[:, None, None]
+            )
+        tile, keys = tile[..., : key.shape[2]], None
+        if tile.dtype == torch.bool:
+            named["attn_mask"] = tile
+        else:
+            position_bias = tile if position_bias is None else position_bias + tile
+    else:
+        rows, keys = query.shape[2], None
+        if causal and rows > 1:
+            named["causal"] = "top_left"
+            if sliding_window is not None and sliding_window < key.shape[2]:
+                named["window"] = (sliding_window - 1, None)
+            if key.shape[2] > rows:  # an empty cache of static length
+                keys = rows
+            if key.shape[2] >= rows:
+                named["causal"] = True
+    if keys is not None:
+        key, value = key[:, :, :keys], value[:, :, :keys]
+    if position_bias is not None:
+        named["bias"] = position_bias[..., : key.shape[2]]
+    for name in ("attn_mask", "doc_ids_k"):
+        if keys is not None and named.get(name) is not None:
+            named[name] = named[name][..., :keys]
+    out = attention(query, key, value, **named)
+    return out.transpose(1, 2), None
+
+
+def _structure(mask: StructuredMask) -> dict[str, Any]:
+    """A mask as arguments of `attngen.attention`."""
+    named: dict[str, Any] = {"causal": mask.causal}
+    if mask.window != (None, None):
+        named["window"] = mask.window
+    if mask.chunk is not None:
+        named["chunk"] = mask.chunk
+    if not mask.is_aligned:
+        named |= {"causal": "top_left", "q_start": mask.start, "k_start": mask.key_start}
+    if mask.used is not None:
+        named["seqused_k"] = mask.used
+    if mask.pad is not None:
+        named["attn_mask"] = mask.pad[:, None, None, :]
+    if mask.documents is not None:
+        named["doc_ids_q"], named["doc_ids_k"] = mask.documents
+    return named
+
+
+def _needs_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    offsets: tuple[Any, Any],
+    causal: bool,
+    sliding_window: int | None,
+    named: dict[str, Any],
+) -> Tensor:
+    """Attention within sequences whose rows follow each other in (batch, q_length)."""
+    batch, _, rows, _ = query.shape
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    if sliding_window is not None:
+        named["window"] = (sliding_window - 1, None if causal else sliding_window - 1)
+    cu_seqlens_q, cu_seqlens_k = (x.to(torch.int32) for x in offsets)
+    out = attention(
+        q,
+        k,
+        v,
+        causal=causal,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        layout="thd",
+        **named,
+    )
+    return out.unflatten(0, (batch, rows))  # type: ignore[no-any-return]  # a Tensor
