@@ -25,7 +25,8 @@ _HOME = {
     "compile": "attngen.api",
     "Attention": "attngen.api",
     "attention": "attngen.api",
-    "sdpa": "attngen.api",
+    "sdpa": "attngen.torch_sdpa",
+    "patch_sdpa": "attngen.torch_sdpa",
     "reload": "attngen.api",
     "append_kv": "attngen.append",
     "make_block_map": "attngen.block_map",
@@ -55,6 +56,7 @@ __all__ = [
     "dropout_keep",
     "make_block_map",
     "merge",
+    "patch_sdpa",
     "quantize",
     "reload",
     "sdpa",
@@ -63,7 +65,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from attngen.api import Attention, attention, compile, reload, sdpa
+    from attngen.api import Attention, attention, compile, reload
     from attngen.append import append_kv
     from attngen.block_map import make_block_map
     from attngen.dropout import dropout_keep
@@ -82,6 +84,7 @@ if TYPE_CHECKING:
     from attngen.merge import merge
     from attngen.spec import AttentionSpec
     from attngen.sync import sync_configs
+    from attngen.torch_sdpa import patch_sdpa, sdpa
     from attngen.tuner import tune
     from attngen.workload import Workload
 

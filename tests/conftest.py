@@ -28,10 +28,12 @@ ROTATING = {
     "test_packed_terms.py",
     "test_score_functions.py",
     "test_scores.py",
+    "test_sdpa.py",
     "test_second.py",
     "test_shared_kv.py",
     "test_side_outputs.py",
     "test_structured_masks.py",
+    "test_torch_backend.py",
 }
 
 
