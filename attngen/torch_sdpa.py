@@ -315,6 +315,15 @@ def _wants_math() -> bool:
     )
 
 
+def _interprets() -> bool:
+    return interpreter.enabled()
+
+
+# To torch.compile, which cannot trace them, both are what they were when it traced.
+torch.compiler.assume_constant_result(_wants_math)
+torch.compiler.assume_constant_result(_interprets)
+
+
 def _unserved(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any) -> str | None:
     """Why a call is torch's; "" where it asked for that."""
     if not all(isinstance(x, Tensor) for x in (query, key, value)) or _wants_math():
@@ -322,7 +331,7 @@ def _unserved(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any) 
     if torch._C._get_tracing_state() is not None:
         return "torch.jit.trace"
     device = query.device.type
-    if device not in ("cuda", "cpu") or (device == "cpu" and not interpreter.enabled()):
+    if device not in ("cuda", "cpu") or (device == "cpu" and not _interprets()):
         return f"{device} tensors"
     dtype = compute_dtype(query)
     if dtype not in ("float16", "bfloat16", "float32"):

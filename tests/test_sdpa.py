@@ -44,7 +44,7 @@ GROUPS = {
     "gqa-unequal": ((1, 4), (1, 1), (1, 2)),
 }
 MASKS = ("none", "causal", "bool", "bool-keys", "float", "float-keys", "float-heads", "inf")
-LENGTHS = ((7, 7), (5, 19), (19, 5), (1, 23), (17, 1))
+LENGTHS = ((7, 7), (5, 19), (19, 5), (1, 23), (17, 2))
 
 
 def _cases() -> Iterator[Any]:
@@ -64,6 +64,9 @@ def _cases() -> Iterator[Any]:
             "order": draw.choice(["rows", "heads", "odd"]),
             "enable_gqa": lead in GROUPS,
         }
+        if mask == "float-heads":
+            # Its gradient is 0, and the math path's exactly: a yardstick without length.
+            case["dtype"] = torch.float32
         yield pytest.param(case, id=f"{lead}-{mask}")
 
 
@@ -270,7 +273,7 @@ def test_what_attngen_does_not_serve_is_torchs_with_one_warning(
 
 def test_a_strict_patch_raises(calls_of_sdpa: list[None]) -> None:
     q, k, v = (x.double() for x in make_qkv(seqlen_q=5))
-    with attngen.patch_sdpa(strict=True), pytest.raises(attngen.UnsupportedSpecError):
+    with attngen.patch_sdpa(strict=True), pytest.raises(attngen.SpecError, match="float64"):
         F.scaled_dot_product_attention(q, k, v)
 
 

@@ -192,9 +192,7 @@ def _in_blocks(mask_mod: Any, kinds: Tensor, of_q: int, of_k: int) -> Any:
     table = kinds.clamp(max=2).int()
 
     def in_blocks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        kind = table[
-            b if batch > 1 else 0, h if heads > 1 else 0, q_idx // of_q, kv_idx // of_k
-        ]
+        kind = table[b if batch > 1 else 0, h if heads > 1 else 0, q_idx // of_q, kv_idx // of_k]
         return (kind == 2) | ((kind == 1) & mask_mod(b, h, q_idx, kv_idx))
 
     return in_blocks
