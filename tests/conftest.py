@@ -20,6 +20,7 @@ ROTATING = {
     "test_bounds.py",
     "test_col_sums.py",
     "test_decode.py",
+    "test_flex_attention.py",
     "test_hopper.py",
     "test_hopper_packed.py",
     "test_hopper_packed_bwd.py",

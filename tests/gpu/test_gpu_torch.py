@@ -1,4 +1,4 @@
-"""torch's own features with attngen on a GPU: packages, graphs, its flash attention, FlexAttention."""
+"""torch's own features on a GPU: its flash attention, graphs, FlexAttention and packages."""
 
 from __future__ import annotations
 
@@ -165,12 +165,13 @@ RUN = """
 import sys
 sys.modules["attngen"] = None
 import torch
+import torch.nn.functional as F
 runner = torch._inductor.aoti_load_package(sys.argv[1])
 for seqlen in (64, 333):
     torch.manual_seed(seqlen)
-    q, k, v = (torch.randn(2, h, seqlen, 64, device="cuda", dtype=torch.bfloat16) for h in (4, 2, 2))
+    q, k, v = (torch.randn(2, h, seqlen, 64, device="cuda").bfloat16() for h in (4, 2, 2))
     got = runner(q, k, v)
-    want = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    want = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     print(((got - 2 * want).float().norm() / want.float().norm()).item())
 """
 
