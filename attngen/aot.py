@@ -108,7 +108,7 @@ def _operator(text_key: str, path: str) -> Any:
         out = empty_bshd(q, batch, heads, rows, v.shape[3], q.dtype)
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         named = dict(zip(spec.int_args, ints, strict=True))
-        numbers = calls._numbers(spec, named, rows, k.shape[2])
+        numbers = calls.numbers_of(spec, named, rows, k.shape[2])
         numbers |= zip(spec.scalar_args, scalars, strict=True)
         for kernel, grid, arguments, constants in module.plan(q, k, v, out, lse, **numbers):
             wrap_triton(kernel)[grid](*arguments, **constants)

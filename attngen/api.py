@@ -33,10 +33,11 @@ from attngen.checks import (
 from attngen.dropout import seed_tensor
 from attngen.errors import SpecError
 from attngen.explain import Explanation, explain_call
-from attngen.jagged import are_jagged, jagged
-from attngen.masks import check_mask_fields, check_masks, fields_of
+from attngen.jagged import are_jagged
+from attngen.masks import check_mask_fields, fields_of
+from attngen.operands import counts_keys, operands
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
-from attngen.spec import AUX, FP8_DTYPES, AttentionSpec, function_text
+from attngen.spec import FP8_DTYPES, AttentionSpec, function_text
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -263,30 +264,17 @@ class Attention:
         if wanted:
             key = _key_with_aux(key, wanted)
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-        sequences: packed.Packed | None = None
-        lengths: tuple[Tensor, ...] = ()
-        if spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed):
+        has_lengths = spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed)
+        if has_lengths:
             paged.check_fields(spec, seqused_k, block_table)
-            lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
-            by_key = {"attn_mask": attn_mask, "bias": bias, "doc_ids_k": doc_ids_k}
-            paged.refuse_beside(shard, block_table, **by_key)
-            seqused_k = None
-        if spec.paged:
-            k, v = paged.heads_first(k, v)
-            q = q.transpose(1, 2) if spec.layout == "bshd" else q
-        elif spec.layout == "bshd":
-            q, k, v = heads_first(q, k, v)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        nested = None
-        if spec.is_packed and are_jagged(q, k, v):
-            nested = jagged(q, k, v, spec.layout, *offsets)
-            (q, k, v), offsets = nested.tensors, nested.offsets
-        if spec.is_packed:
-            sequences = packed.offsets(spec.layout, *offsets)
-            packed.refuse_beside(attn_mask, bias, shard)
-            q, k, v = packed.heads_first(q, k, v)
-        elif not (offsets[0] is offsets[1] is offsets[2] is offsets[3] is None):
-            packed.refuse_offsets(spec.layout, *offsets)
+        given = operands(
+            *(q, k, v, spec.layout, offsets, block_table, shard),
+            {"attn_mask": attn_mask, "bias": bias, "doc_ids_k": doc_ids_k},
+            has_lengths=has_lengths,
+            is_packed=spec.is_packed,
+        )
+        q, k, v = given.q, given.k, given.v
         check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype, is_paged=spec.paged)
         descales = (q_descale, k_descale, v_descale)
         if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
@@ -295,19 +283,15 @@ class Attention:
         if self._scores or not (
             attn_mask is None and bias is None and alibi_slopes is None and sinks is None
         ):
-            count = None if sequences is None else sequences.num_seqs
+            count = given.num_seqs
             scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
             check_score_fields(self._scores, scores)
         masks = None
         if self._masks or not (
             prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
         ):
-            totals = (seqlen_q_total, seqlen_k_total)
-            count = None if sequences is None else sequences.num_seqs
-            if lengths:
-                totals = (q.shape[2], paged.capacity(k, block_table))
             tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
-            masks = check_masks(q, k, *tensors_of_masks, totals, count)
+            masks = given.checked_masks(tensors_of_masks, (seqlen_q_total, seqlen_k_total))
             check_mask_fields(self._masks, masks)
         starts = (batch_start, head_start)
         tiles = None
@@ -335,26 +319,14 @@ class Attention:
             scores=scores,
             masks=masks,
             aux=aux,
-            sequences=sequences,
-            lengths=lengths,
+            sequences=given.sequences,
+            lengths=given.lengths,
             shard=shard,
             starts=starts,
             block_map=tiles,
             partial=partial,
         )
-        if spec.layout == "bshd":
-            out = out.transpose(1, 2)
-        elif sequences is not None:
-            out, lse = packed.rows_first(out, lse)
-            sides = packed.side_rows_first(_in_order(wanted), sides)
-        if nested is not None:
-            out, lse = nested.nested(out), nested.nested(lse)
-            names = _in_order(wanted)
-            sides = [
-                x if n == "max_logit" else nested.nested(x)
-                for n, x in zip(names, sides, strict=True)
-            ]
-        return _results(out, lse, return_lse, wanted, sides)
+        return given.results(out, lse, sides, return_lse, wanted)
 
     def explain(
         self,
@@ -470,33 +442,22 @@ def attention(
     if return_lse is not False or return_aux is not _NONE:
         check_results(return_lse, return_aux)
     shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-    sequences, nested = None, None
-    lengths: tuple[Tensor, ...] = ()
-    offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q)
-    if block_table is not None or (seqused_k is not None and _is_dense(q, layout, offsets)):
-        lengths = paged.lengths(seqused_k, block_table, *offsets)
-        by_key = {"attn_mask": attn_mask, "bias": bias, "doc_ids_k": doc_ids_k}
-        paged.refuse_beside(shard, block_table, **by_key)
-        if block_table is not None:
-            k, v = paged.heads_first(k, v)
-        if isinstance(layout, str) and layout == "bshd":
-            q, k, v = _rows_to_heads(q, k, v, is_paged=block_table is not None)
-        seqused_k = None
-    elif are_jagged(q, k, v):
-        given = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        nested = jagged(q, k, v, layout, *given)
-        q, k, v = nested.tensors
-        cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k = nested.offsets
+    offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
+    has_lengths = block_table is not None
+    if seqused_k is not None and not has_lengths:
+        has_lengths = counts_keys(q, layout, *offsets[:3])
+    has_offsets = not (offsets[0] is offsets[1] is offsets[2] is None)
+    has_offsets = has_offsets or (seqused_k is not None and not has_lengths)
+    is_packed = has_offsets or (isinstance(layout, str) and layout == "thd")
+    given = operands(
+        *(q, k, v, layout, offsets, block_table, shard),
+        {"attn_mask": attn_mask, "bias": bias, "doc_ids_k": doc_ids_k},
+        has_lengths=has_lengths,
+        is_packed=is_packed or (not has_lengths and are_jagged(q, k, v)),
+    )
+    q, k, v = given.q, given.k, given.v
+    if given.sequences is not None:
         layout = "thd"
-    has_offsets = not (cu_seqlens_q is None and cu_seqlens_k is None)
-    has_used = not (seqused_q is None and seqused_k is None)
-    if has_offsets or has_used or (isinstance(layout, str) and layout == "thd"):
-        sequences = packed.offsets(layout, cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
-        layout = "thd"
-        packed.refuse_beside(attn_mask, bias, shard)
-        q, k, v = packed.heads_first(q, k, v)
-    elif isinstance(layout, str) and layout == "bshd" and not lengths:
-        q, k, v = heads_first(q, k, v)
     name = compute_dtype(q)
     check_call(q, k, v, None, None, name, is_paged=block_table is not None)
     descales, fp8_scale = (q_descale, k_descale, v_descale), None
@@ -504,16 +465,11 @@ def attention(
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
-        count = None if sequences is None else sequences.num_seqs
-        scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
+        scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, given.num_seqs)
     masks = None
     if not (prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None):
-        totals = (seqlen_q_total, seqlen_k_total)
-        count = None if sequences is None else sequences.num_seqs
-        if lengths:
-            totals = (q.shape[2], paged.capacity(k, block_table))
         tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
-        masks = check_masks(q, k, *tensors_of_masks, totals, count)
+        masks = given.checked_masks(tensors_of_masks, (seqlen_q_total, seqlen_k_total))
     texts = aux = None
     if score_mod is not None or mask_mod is not None or aux_tensors is not None:
         if torch.compiler.is_compiling() and (callable(score_mod) or callable(mask_mod)):
@@ -522,7 +478,9 @@ def attention(
                 "attngen.compile(attngen.AttentionSpec(...)) outside of it, and call that"
             )
             refused = torch.ops.attngen.refuse([reason], q.detach())
-            return _results(refused, refused, return_lse, return_aux)
+            if return_aux:
+                return refused, dict.fromkeys(return_aux, refused)
+            return (refused, refused) if return_lse else refused
         texts = function_text("score_mod", score_mod), function_text("mask_mod", mask_mod)
     if type(causal) is not bool and type(causal) is not str:
         causal = plain(causal)
@@ -561,7 +519,7 @@ def attention(
         _NONE if scores is None else tuple(scores),
         (
             *(_NONE if masks is None else fields_of(masks)),
-            *_LENGTH_FIELDS[len(lengths)],
+            *_LENGTH_FIELDS[len(given.lengths)],
             *mapped,
         ),
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
@@ -588,25 +546,14 @@ def attention(
         scores=scores,
         masks=masks,
         aux=aux,
-        sequences=sequences,
-        lengths=lengths,
+        sequences=given.sequences,
+        lengths=given.lengths,
         shard=shard,
         starts=(batch_start, head_start),
         block_map=tiles,
         partial=partial,
     )
-    if layout == "bshd":
-        out = out.transpose(1, 2)
-    elif sequences is not None:
-        out, lse = packed.rows_first(out, lse)
-        sides = packed.side_rows_first(_in_order(wanted), sides)
-    if nested is not None:
-        out, lse = nested.nested(out), nested.nested(lse)
-        names = _in_order(wanted)
-        sides = [
-            x if n == "max_logit" else nested.nested(x) for n, x in zip(names, sides, strict=True)
-        ]
-    return _results(out, lse, return_lse, wanted, sides)
+    return given.results(out, lse, sides, return_lse, wanted)
 
 
 def default_numbers(spec: AttentionSpec) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
@@ -625,18 +572,6 @@ def default_numbers(spec: AttentionSpec) -> tuple[tuple[float, ...], tuple[int, 
         tuple(float(scalars[name] or 0) for name in spec.scalar_args),
         tuple(int(ints[name] or 0) for name in spec.int_args),
     )
-
-
-def _is_dense(q: Any, layout: Any, offsets: tuple[Any, ...]) -> bool:
-    """Has seqused_k batch rows to count the keys of, not packed sequences?"""
-    if not all(x is None for x in offsets) or layout == "thd":
-        return False
-    return isinstance(q, Tensor) and not q.is_nested and q.dim() != 3
-
-
-def _rows_to_heads(q: Any, k: Any, v: Any, *, is_paged: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Of layout "bshd", where pages have another."""
-    return (q.transpose(1, 2), k, v) if is_paged else heads_first(q, k, v)
 
 
 def reload() -> None:
@@ -788,17 +723,17 @@ def _run(
     if has_dropout or aux is not None:
         ints += starts
     if scores is not None:
-        extra += scores.values()
+        extra.extend(scores.values())
     if masks is not None:
-        extra += masks.values()
+        extra.extend(masks.values())
     if block_map is not None:
         extra.append(block_map)
     if sequences is not None:
-        extra += sequences
-    extra += lengths
+        extra.extend(sequences)
+    extra.extend(lengths)
     if aux is not None:
-        extra += aux
-    extra += descales
+        extra.extend(aux)
+    extra.extend(descales)
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     try:
@@ -837,24 +772,6 @@ def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
     if seed is None:
         return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
     return seed.reshape(1) if isinstance(seed, Tensor) else seed_tensor(seed, q.device)
-
-
-def _results(
-    out: Tensor,
-    lse: Tensor,
-    return_lse: bool,
-    return_aux: tuple[str, ...],
-    sides: Sequence[Tensor] = (),
-) -> Any:
-    if return_aux:
-        found = {"lse": lse, **dict(zip(_in_order(return_aux), sides, strict=False))}
-        return out, {name: found.get(name, lse) for name in return_aux}
-    return (out, lse) if return_lse else out
-
-
-def _in_order(aux: tuple[str, ...]) -> list[str]:
-    """Side outputs in the order of the op's results."""
-    return [name for name in AUX if name in aux]
 
 
 def _without_dropout(spec: AttentionSpec, p: float) -> str:

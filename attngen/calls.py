@@ -25,7 +25,16 @@ from attngen.fp8 import spread
 from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.masks import document_scratch
-from attngen.memory import addressable, aligned, bshd_strides, on_16_bytes
+from attngen.memory import (
+    Memory,
+    addressable,
+    aligned,
+    bshd,
+    float32,
+    on_16_bytes,
+    order_of,
+    transposed,
+)
 from attngen.packed import (
     check_offsets,
     check_values,
@@ -41,31 +50,7 @@ from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket, in_chunk, packed_workload
 
 
-class Memory(NamedTuple):
-    """A tensor to allocate."""
-
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-
-    def make(self, like: Tensor) -> Tensor:
-        return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
-
-
-def transposed(v: Tensor) -> Memory:
-    """V^T of the hopper lowering, keys padded to whole tiles of the kernel that makes it."""
-    batch, heads, keys, dim = v.shape
-    padded = -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
-    strides = (heads * dim * padded, dim * padded, padded, 1)
-    return Memory((batch, heads, dim, padded), strides, v.dtype)
-
-
-def order_of(num_seqs: int) -> Memory:
-    """The order of work of packed sequences, in the forward of the hopper lowering."""
-    return Memory((2 + 7 * (num_seqs + 2),), (1,), torch.int32)
-
-
-class _Call(NamedTuple):
+class Call(NamedTuple):
     """What is remembered for a layout."""
 
     run: Callable[[Tensors], None]
@@ -80,9 +65,7 @@ class _Call(NamedTuple):
     """Set if the values of offsets must be looked at, on the CPU: the spec."""
 
 
-TRANSPOSED_KEYS = 128
-
-_CALLS: dict[tuple[Any, ...], _Call] = {}
+_CALLS: dict[tuple[Any, ...], Call] = {}
 _MAX_CALLS = 4096
 _LOCK = threading.Lock()
 _resets = 0
@@ -95,7 +78,7 @@ def _forget() -> None:
         _CALLS.clear()
 
 
-def _remember(at: tuple[Any, ...], call: _Call, resets: int) -> None:
+def _remember(at: tuple[Any, ...], call: Call, resets: int) -> None:
     """Keep a call, unless what it was resolved from has been forgotten meanwhile."""
     with _LOCK:
         if resets != _resets:
@@ -121,13 +104,13 @@ def forward(
     """[out, lse] of `attngen::fwd`, and the side outputs of its spec."""
     inputs: Tensors = (q, k, v)
     text_key = key_of(text_key, q, k, v)
-    at = _layout(text_key, (*inputs, *extra), scalars, ints)
+    at = layout_of(text_key, (*inputs, *extra), scalars, ints)
     call = _CALLS.get(at)
     if call is None or _is_off(*inputs, *extra):
-        spec = _check(text_key, q, k, v, extra)
+        spec = checked_spec(text_key, q, k, v, extra)
         batch, heads, seqlen_q, _ = q.shape
-        out = _bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
-        lse = _float32(batch, heads, seqlen_q)
+        out = bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
+        lse = float32(batch, heads, seqlen_q)
         if _is_nothing(spec, q, v, extra):
             return [
                 out.make(q).zero_(),
@@ -142,7 +125,7 @@ def forward(
         call = _settled(family, text_key, inputs, tiles, extra, scalars, ints, results, also)
     elif call.places is not None:
         extra = placed(call.places, extra, q, k)
-    made = _launch(call, inputs, extra)
+    made = launch(call, inputs, extra)
     if not call.aux:
         return made[:2]
     first = None if call.sequences is None else packed_of(call.sequences, extra).cu_seqlens_q
@@ -161,12 +144,12 @@ def again(
     inputs = (q, k, v)
     try:
         text_key = key_of(text_key, q, k, v)
-        call = _CALLS.get(_layout(text_key, inputs, scalars, ints))
+        call = _CALLS.get(layout_of(text_key, inputs, scalars, ints))
     except (RuntimeError, TypeError, IndexError):  # no strides, sizes without a value, no dims
         return None
     if call is None or _is_off(*inputs):
         return None
-    return _launch(call, inputs, ())
+    return launch(call, inputs, ())
 
 
 def backward(
@@ -185,68 +168,37 @@ def backward(
 ) -> list[Tensor]:
     """[dq, dk, dv] of `attngen::bwd`, and the gradients of `spec.gradient_args` that `needs` asks
     for."""
-    if any(needs):
-        return _all_gradients(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints, needs)
-    if parsed(text_key).is_fp8:
-        return _dequantized_backward(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints)
-    given = inputs = (q, k, v, out, lse, dout, dlse)
-    at = _layout(text_key, (*inputs, *extra), scalars, ints)
-    call = _CALLS.get(at)
-    if call is None or _is_off(*inputs, *extra):
-        spec = _check(text_key, q, k, v, extra)
-        results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
-        if _is_nothing(spec, q, v, extra):
-            return [each.make(q).zero_() for each in results]
-        inputs = _ready(*inputs)
-        q, k, v, *_, dout, _ = inputs
-        extra = placed(parsed(text_key), extra, q, k)
-        tiles = (q, k, v, dout)
-        also = at if _are_same(inputs, given) else None
-        call = _settled("bwd", text_key, inputs, tiles, extra, scalars, ints, results, also)
-    elif call.places is not None:
-        extra = placed(call.places, extra, q, k)
-    return _launch(call, inputs, extra)[:3]
-
-
-def _all_gradients(
-    text_key: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    extra: Sequence[Tensor | None],
-    scalars: Sequence[float],
-    ints: Sequence[int],
-    needs: Sequence[bool],
-) -> list[Tensor]:
-    """The gradients of q, k and v, and of what stands between scores and the softmax."""
     spec = parsed(text_key)
-    terms = dict(zip(spec.tensor_args, extra, strict=True))
-    sums = Sums(spec, needs)
+    if spec.is_fp8:
+        return _dequantized_backward(text_key, q, k, v, out, lse, dout, dlse, extra, scalars, ints)
+    sums = Sums(spec, needs) if any(needs) else None
+    terms = {} if sums is None else dict(zip(spec.tensor_args, extra, strict=True))
+    buffers: list[Tensor] = []
     given = inputs = (q, k, v, out, lse, dout, dlse)
-    at = (*_layout(text_key, (*inputs, *extra), scalars, ints), *needs)
+    at = (*layout_of(text_key, (*inputs, *extra), scalars, ints), *(needs if sums else ()))
     call = _CALLS.get(at)
     if call is None or _is_off(*inputs, *extra):
-        _check(text_key, q, k, v, extra)
-        results = [_bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
+        checked_spec(text_key, q, k, v, extra)
+        results = [bshd(x, x.shape[3], x.dtype) for x in (q, k, v)]
         if _is_nothing(spec, q, v, extra):
-            zeros = [torch.zeros_like(x) for n, x in terms.items() if x is not None and n in sums]
-            return [*(each.make(q).zero_() for each in results), *zeros]
+            nothing = [each.make(q).zero_() for each in results]
+            return nothing if sums is None else nothing + sums.zeros(terms)
         inputs = _ready(*inputs)
-        q, k, v, out, lse, dout, dlse = inputs
-        buffers = sums.made(terms, q, k)
+        q, k, v, out, lse, dout, _ = inputs
+        names: tuple[str, ...] = ()
+        if sums is not None:
+            buffers, names = sums.made(terms, q, k), sums.names
         tensors = [*placed(spec, extra, q, k), *buffers]
         also, tiles = at if _are_same(inputs, given) else None, (q, k, v, dout)
         call = _settled(
-            "bwd", text_key, inputs, tiles, tensors, scalars, ints, results, also, sums.names
+            "bwd", text_key, inputs, tiles, tensors, scalars, ints, results, also, names
         )
     else:
-        buffers = sums.made(terms, q, k)
-        tensors = [*placed(spec, extra, q, k), *buffers]
-    made = _launch(call, inputs, tensors)
+        buffers = [] if sums is None else sums.made(terms, q, k)
+        tensors = [*(extra if call.places is None else placed(spec, extra, q, k)), *buffers]
+    made = launch(call, inputs, tensors)
+    if sums is None:
+        return made[:3]
     assert dout is not None  # see _ready
     return [*made[:3], *sums.gradients(terms, buffers, out, lse, dout)]
 
@@ -286,7 +238,7 @@ def _dequantized_backward(
     ints: Sequence[int],
 ) -> list[Tensor]:
     """The same for FP8 inputs, in bfloat16: a gradient of x * descale, times descale."""
-    spec = _check(text_key, q, k, v, extra)
+    spec = checked_spec(text_key, q, k, v, extra)
     wide = spec.dequantized
     scales = [
         spread(descale, x)
@@ -312,7 +264,7 @@ def _are_same(ready: Sequence[Tensor | None], given: Sequence[Tensor | None]) ->
     return all(x is y for x, y in zip(ready, given, strict=True))
 
 
-def _layout(
+def layout_of(
     text_key: str, tensors: Tensors, scalars: Sequence[float], ints: Sequence[int]
 ) -> tuple[Any, ...]:
     return (
@@ -335,7 +287,7 @@ def _is_off(*tensors: Tensor | None) -> bool:
 def side_memory(aux: tuple[str, ...], q: Tensor, k: Tensor) -> list[Memory]:
     """What kernels write for side outputs; of max_logit, the largest score of each row."""
     batch, heads, rows, _ = q.shape
-    return [_float32(batch, heads, k.shape[2] if name == "col_sum" else rows) for name in aux]
+    return [float32(batch, heads, k.shape[2] if name == "col_sum" else rows) for name in aux]
 
 
 def side_outputs(
@@ -377,18 +329,6 @@ def side_shapes(
     return [shapes[name] for name in spec.aux]
 
 
-def _bshd(rows_of: Tensor, dim: int, dtype: torch.dtype) -> Memory:
-    batch, heads, rows, _ = rows_of.shape
-    return Memory((batch, heads, rows, dim), bshd_strides(heads, rows, dim), dtype)
-
-
-def _float32(*shape: int) -> Memory:
-    strides = [1]
-    for size in shape[:0:-1]:
-        strides.insert(0, strides[0] * max(size, 1))
-    return Memory(shape, tuple(strides), torch.float32)
-
-
 def _settled(
     direction: Direction,
     text_key: str,
@@ -400,13 +340,13 @@ def _settled(
     results: list[Memory],
     also: tuple[Any, ...] | None = None,
     buffers: tuple[str, ...] = (),
-) -> _Call:
+) -> Call:
     """The call of a layout that kernels can take; `tiles` are what descriptors must address.
 
     `also` is the layout as it was given, if `extra` alone had to be placed for this one: it is
     remembered, too. `extra` ends with tensors that plan() takes as `buffers` names them.
     """
-    at = (*_layout(text_key, (*inputs, *extra), scalars, ints), *buffers)
+    at = (*layout_of(text_key, (*inputs, *extra), scalars, ints), *buffers)
     spec = parsed(text_key)
     call = _CALLS.get(at)
     resets = _resets
@@ -450,19 +390,19 @@ def _settled(
         padded = -(-seqlen_q // 128) * 128
         if spec.is_packed and kernel.config.lowering == "hopper":
             padded = padded_rows(seqlen_q, packed_of(spec, extra).num_seqs)
-        memory.append(_float32(batch, heads, spec.row_numbers, padded))
+        memory.append(float32(batch, heads, spec.row_numbers, padded))
         if kernel.config.sums_dq:
-            memory.append(_float32(batch, heads, seqlen_q, dim))
+            memory.append(float32(batch, heads, seqlen_q, dim))
     if spec.documents:
         sizes_of = document_scratch(batch, seqlen_q, k.shape[2])
-        memory.append(_float32(*sizes_of)._replace(dtype=torch.int64))
-    numbers = _numbers(spec, named, seqlen_q, seqlen_k)
+        memory.append(float32(*sizes_of)._replace(dtype=torch.int64))
+    numbers = numbers_of(spec, named, seqlen_q, seqlen_k)
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args) + buffers
     run = kernel.prepared(numbers, keywords)
     aux = spec.aux if direction != "bwd" else ()
     has_sequences = spec.is_packed or spec.has_lengths
-    call = _Call(run, device, memory, aux, sequences=spec if has_sequences else None)
+    call = Call(run, device, memory, aux, sequences=spec if has_sequences else None)
     if not captured:
         _remember(at, call, resets)
         if also is not None and also != at:
@@ -486,7 +426,7 @@ def partials(
     splits = split_count(config, programs, seen, sm_count)
     if splits == 1:
         return []
-    return [_float32(*partial_shape(splits, sizes.batch * sizes.num_heads_q * rows, dim_v))]
+    return [float32(*partial_shape(splits, sizes.batch * sizes.num_heads_q * rows, dim_v))]
 
 
 def _is_captured(device: int | None) -> bool:
@@ -495,7 +435,7 @@ def _is_captured(device: int | None) -> bool:
     return device is not None and torch.cuda.is_current_stream_capturing()
 
 
-def _numbers(
+def numbers_of(
     spec: AttentionSpec, named: dict[str, int], seqlen_q: int, seqlen_k: int
 ) -> dict[str, Any]:
     """The ints of a call as the emitted file's plan() takes them."""
@@ -518,7 +458,7 @@ def _numbers(
     return numbers
 
 
-def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
+def launch(call: Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
     """Run a call's kernel on its device, into new memory."""
     like: Tensor = inputs[0]  # type: ignore[assignment]  # q, never None
     if call.device is None and call.sequences is not None:
@@ -537,7 +477,7 @@ def _launch(call: _Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> lis
     return made
 
 
-def _check(
+def checked_spec(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor | None]
 ) -> AttentionSpec:
     """Refuse what a kernel must never see; the spec of the rest."""

@@ -131,9 +131,15 @@ def _hint(direction: Direction, name: str, known: list[str]) -> str:
     return nearest(name, known)
 
 
+_KINDS: dict[Any, dict[str, Any]] = {}
+"""The types of a class's fields, once asked for."""
+
+
 def value_problem(cls: type[KernelConfig], name: str, value: Any) -> str | None:
     """What a config field may be, if that is not what it is: "must be an int"."""
-    kind = get_type_hints(cls)[name]
+    if cls not in _KINDS:
+        _KINDS[cls] = get_type_hints(cls)
+    kind = _KINDS[cls][name]
     choices = get_args(kind)
     if choices and (value not in choices or isinstance(value, bool)):
         return f"must be one of {', '.join(map(str, choices))}"

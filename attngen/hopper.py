@@ -15,7 +15,7 @@ from attngen.config_base import NamedFields
 from attngen.gpu import GpuInfo
 from attngen.spec import SCALE_ROWS, AttentionSpec
 from attngen.versions import triton_minor
-from attngen.workload import DIRECTIONS, Direction
+from attngen.workload import Direction
 
 ARCH = "sm_90"
 CHECKED_TRITON = ("3.6",)
@@ -28,8 +28,6 @@ MAX_STAGES = 4
 BARRIER_BYTES = 512
 """Of shared memory, for barriers and for what partitions of warps are handed; about 300 seen."""
 MAX_PARTS, MAX_WIDTH = 2, 256
-PACKED: tuple[Direction, ...] = ("fwd", "bwd")
-"""Directions that serve packed sequences."""
 FP8_WIDTHS = (64, 128, 256)
 
 
@@ -129,9 +127,8 @@ HopperConfig = HopperFwdConfig | HopperBwdConfig
 # ---- what the lowering can serve --------------------------------------------------------------
 
 
-def unserved(spec: AttentionSpec, gpu: GpuInfo, direction: Direction | None = None) -> list[str]:
-    """Why no config of the lowering serves a spec on a GPU, in a direction or in both; empty if one
-    may."""
+def unserved(spec: AttentionSpec, gpu: GpuInfo) -> list[str]:
+    """Why no config of the lowering serves a spec on a GPU; empty if one may."""
     why = []
     if gpu.arch != ARCH:
         why.append(f"lowering=hopper needs {ARCH}, {gpu.name} is {gpu.arch}")
@@ -139,10 +136,10 @@ def unserved(spec: AttentionSpec, gpu: GpuInfo, direction: Direction | None = No
         why.append(
             f"lowering=hopper needs Triton {' or '.join(CHECKED_TRITON)}, here is {triton_minor()}"
         )
-    return why + unserved_anywhere(spec, direction)
+    return why + unserved_anywhere(spec)
 
 
-def unserved_anywhere(spec: AttentionSpec, direction: Direction | None = None) -> list[str]:
+def unserved_anywhere(spec: AttentionSpec) -> list[str]:
     """The same, as far as the spec alone says."""
     why = []
     if spec.element_size > 2:
@@ -153,10 +150,6 @@ def unserved_anywhere(spec: AttentionSpec, direction: Direction | None = None) -
         why.append(f"lowering=hopper has no {'paged' if spec.paged else 'key_lengths'}")
     if spec.shared_kv:
         why.append("lowering=hopper has no shared_kv")
-    asked = DIRECTIONS if direction is None else (direction,)
-    if spec.is_packed and (missing := [each for each in asked if each not in PACKED]):
-        which = " and ".join(missing)
-        why.append(f'lowering=hopper has no layout="thd" (packed sequences) in {which}')
     why += [
         f"lowering=hopper has no {name}"
         for name in (
@@ -181,7 +174,7 @@ def unserved_anywhere(spec: AttentionSpec, direction: Direction | None = None) -
 
 def infeasible(spec: AttentionSpec, config: HopperConfig, gpu: GpuInfo) -> list[str]:
     """Why a config cannot serve a spec on a GPU; empty if it can."""
-    if why := _illegal(config) or unserved(spec, gpu, config.direction):
+    if why := _illegal(config) or unserved(spec, gpu):
         return why
     if config.sums_dq and spec.deterministic:
         return ["dq=atomic adds in no fixed order, and the spec asks for deterministic=true"]

@@ -141,7 +141,7 @@ _BWD_STARTS: dict[int, tuple[HopperBwdConfig, ...]] = {
 
 def starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     """Good configs from earlier measurements that fit here, best guess first."""
-    if unserved(spec, gpu, bucket.direction):
+    if unserved(spec, gpu):
         return []
     dim = max(spec.head_dim, spec.head_dim_v)
     table: dict[int, Any] = _FWD_STARTS if bucket.direction == "fwd" else _BWD_STARTS
@@ -172,13 +172,13 @@ def _takes_turns(config: HopperConfig) -> bool:
 def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     """Every config worth a trial, a few dozen: the good ones, then what else the axes allow. None
     for lengths that fill no tile, or as a mean of packed ones half a tile."""
-    lengths = (bucket.seqlen_q, bucket.seqlen_k)
+    lengths = (bucket.seqlen_q, bucket.seqlen_k)  # powers of two: a mean of 65 has 128
     least = 2 * ROWS if spec.is_packed else ROWS
     return [] if any(0 < each < least for each in lengths) else _fitting(spec, bucket, gpu)
 
 
 def _fitting(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
-    if unserved(spec, gpu, bucket.direction):
+    if unserved(spec, gpu):
         return []
     every = (c for c in _all(bucket.direction) if not infeasible(spec, c, gpu))
     return list(dict.fromkeys([*starts(spec, bucket, gpu), *_worthwhile(spec, list(every))]))

@@ -14,7 +14,7 @@ from attngen.config import KernelConfig, default_config, with_tiles
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.gpu import GpuInfo
 from attngen.spec import AttentionSpec
-from attngen.workload import Bucket, Direction
+from attngen.workload import Bucket
 
 SWITCH = "ATTNGEN_LOWERING"
 Lowering = Literal["hopper", "triton"]
@@ -39,16 +39,14 @@ def forced() -> Lowering | None:
             )
 
 
-def required(
-    spec: AttentionSpec, gpu: GpuInfo, direction: Direction | None = None
-) -> Lowering | None:
-    """The same, once it is known to serve the spec, in a direction or in both.
+def required(spec: AttentionSpec, gpu: GpuInfo) -> Lowering | None:
+    """The same, once it is known to serve the spec.
 
     Raises:
         UnsupportedSpecError: ATTNGEN_LOWERING=hopper, which cannot; lists every reason.
     """
     lowering = forced()
-    if lowering == "hopper" and (why := hopper.unserved(spec, gpu, direction)):
+    if lowering == "hopper" and (why := hopper.unserved(spec, gpu)):
         raise UnsupportedSpecError([*why, f"set {SWITCH}=triton, or unset it"])
     return lowering
 
@@ -68,7 +66,7 @@ def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
     """
     if bucket.direction == "decode":
         return default_config(spec, bucket, gpu)
-    wanted = required(spec, gpu, bucket.direction)
+    wanted = required(spec, gpu)
     if wanted == "hopper":
         return hopper_space.default(spec, bucket, gpu)
     guesses = [] if wanted else hopper_space.candidates(spec, bucket, gpu)
@@ -108,7 +106,7 @@ def notes(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInf
         return lines
     if gpu.arch != hopper.ARCH or bucket.direction == "decode":
         return []
-    why = hopper.unserved(spec, gpu, bucket.direction)
+    why = hopper.unserved(spec, gpu)
     if not why:
         why = ["lowering=hopper may serve here too; `attngen tune` compares the two"]
     return why

@@ -1,12 +1,53 @@
-"""How tensors lie in memory: what kernels can address, and how results are stored."""
+"""How tensors lie in memory: what kernels can address, how results are stored, and scratch."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+TRANSPOSED_KEYS = 128
+"""Keys of a tile of the kernel that transposes V."""
+
+
+class Memory(NamedTuple):
+    """A tensor to allocate."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+
+    def make(self, like: Tensor) -> Tensor:
+        return like.new_empty_strided(self.shape, self.strides, dtype=self.dtype)
+
+
+def transposed(v: Tensor) -> Memory:
+    """V^T of the hopper lowering, keys padded to whole tiles of the kernel that makes it."""
+    batch, heads, keys, dim = v.shape
+    padded = -(-keys // TRANSPOSED_KEYS) * TRANSPOSED_KEYS
+    strides = (heads * dim * padded, dim * padded, padded, 1)
+    return Memory((batch, heads, dim, padded), strides, v.dtype)
+
+
+def order_of(num_seqs: int) -> Memory:
+    """The order of work of packed sequences, in the forward of the hopper lowering."""
+    return Memory((2 + 7 * (num_seqs + 2),), (1,), torch.int32)
+
+
+def bshd(rows_of: Tensor, dim: int, dtype: torch.dtype) -> Memory:
+    """A result with the rows of another, stored (batch, rows, heads, dim)."""
+    batch, heads, rows, _ = rows_of.shape
+    return Memory((batch, heads, rows, dim), bshd_strides(heads, rows, dim), dtype)
+
+
+def float32(*shape: int) -> Memory:
+    """Contiguous float32."""
+    strides = [1]
+    for size in shape[:0:-1]:
+        strides.insert(0, strides[0] * max(size, 1))
+    return Memory(shape, tuple(strides), torch.float32)
 
 
 def addressable(*tensors: Tensor) -> bool:

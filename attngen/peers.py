@@ -157,12 +157,13 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
         attn_mask: Tensor | None = None,
         bias: Tensor | None = None,
         alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
         **lacking: Tensor,
     ) -> Attend:
         from torch._functorch import config as functorch
-        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+        from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 
-        _refuse("flex", fp8=spec.is_fp8, dropout=spec.has_dropout, sinks=spec.sinks)
+        _refuse("flex", fp8=spec.is_fp8, dropout=spec.has_dropout)
         # its backward is run again and again (retain_graph), which donated buffers forbid
         functorch.donated_buffer = False
         mask = None
@@ -172,21 +173,25 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
             each = workload.batch if spec.has_masks else None
             mask = create_block_mask(visible, each, None, rows, keys, device=_device())
         score_mod = _score_mod(spec, workload, bias, alibi_slopes)
-        compiled: Any = torch.compile(flex_attention, dynamic=False, mode=mode)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            out: Tensor = compiled(
-                q,
-                k,
-                v,
-                score_mod=score_mod,
-                block_mask=mask,
-                scale=spec.softmax_scale,
-                enable_gqa=workload.group_size > 1,
-            )
-            return out
+            named: dict[str, Any] = {
+                "score_mod": score_mod,
+                "block_mask": mask,
+                "scale": spec.softmax_scale,
+                "enable_gqa": workload.group_size > 1,
+            }
+            if sinks is None:
+                plain: Any = flex_attention(q, k, v, **named)
+                return plain  # type: ignore[no-any-return]  # a tuple only with return_lse
+            # It has no sinks: users rescale its out by what a sink leaves to the keys.
+            out, aux = flex_attention(q, k, v, **named, return_aux=AuxRequest(lse=True))
+            share = torch.sigmoid(aux.lse - sinks[..., None]).to(out.dtype)
+            rescaled: Tensor = out * share[..., None]
+            return rescaled
 
-        return attend
+        compiled: Attend = torch.compile(attend, dynamic=False, mode=mode)
+        return compiled
 
     return make
 

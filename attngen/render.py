@@ -16,6 +16,7 @@ from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.paths import data_dir
 from attngen.spec import FUNCTIONS, AttentionSpec
+from attngen.template_spec import TemplateSpec
 from attngen.workload import Direction
 
 TEXT_VERSION = "0.1"
@@ -63,7 +64,7 @@ def render(spec: AttentionSpec, config: KernelConfig) -> str:
     text = spec.served_as(direction).text
     template = _environment().get_template(f"{direction}.{config.lowering}.py.jinja")
     return template.render(
-        spec=text,
+        spec=TemplateSpec(text),
         config=config,
         direction=direction,
         title=title(text, config),
@@ -123,7 +124,7 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     if spec.is_packed:  # has no descriptors
         variants = [config for config in variants if config.tiles == "pointer"]
     if arch == hopper.ARCH and direction != "decode":
-        served = not hopper.unserved_anywhere(spec, direction)
+        served = not hopper.unserved_anywhere(spec)
         variants += hopper_variants(spec, direction) if served else []
     for config in variants:
         _, _, body = render(spec, config).split('"""', 2)

@@ -60,9 +60,6 @@ class Sums:
             )
         self.is_packed = spec.is_packed
 
-    def __contains__(self, name: str) -> bool:
-        return name in self.wanted
-
     @property
     def names(self) -> tuple[str, ...]:
         """Buffers, as the keywords of plan() name them."""
@@ -97,6 +94,11 @@ class Sums:
                 assert aux is not None
                 found.append(q.new_zeros(aux.shape, dtype=torch.float32))
         return found
+
+    def zeros(self, given: dict[str, Tensor | None]) -> list[Tensor]:
+        """The gradients of a call in which nothing is seen."""
+        found = [given[name] for name in self.wanted]
+        return [torch.zeros_like(x) for x in found if x is not None]
 
     def gradients(
         self,

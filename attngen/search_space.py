@@ -127,7 +127,7 @@ def search_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kern
     it serves, then the portable ones in the model's order."""
     if bucket.direction == "decode":
         return portable_order(spec, bucket, gpu)
-    wanted = lowering.required(spec, gpu, bucket.direction)
+    wanted = lowering.required(spec, gpu)
     order: list[KernelConfig] = []
     if wanted != "triton":
         order += hopper_space.candidates(spec, bucket, gpu)

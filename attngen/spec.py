@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError, UnsupportedSpecError, nearest
 from attngen.head_dim import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Part, split_behind, split_head_dim
-from attngen.score_functions import Aux, Function, FunctionText, aux_parameters, read
+from attngen.score_functions import Aux, Function, FunctionText, read
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -263,21 +263,6 @@ class AttentionSpec:
         return self.chunk is not None
 
     @property
-    def compares_rows(self) -> bool:
-        """Positions of queries are compared with those of keys."""
-        return self.is_causal or self.window is not None or self.has_chunk
-
-    @property
-    def begins_late(self) -> bool:
-        """Tiles before the first that a query sees are skipped."""
-        return self.closes_left or self.documents
-
-    @property
-    def chunk_closes_right(self) -> bool:
-        """A chunk's end hides keys that nothing else does."""
-        return self.has_chunk and (not self.is_causal or self.moves_limits)
-
-    @property
     def moves_limits(self) -> bool:
         """Where a query's keys end does not follow from its position alone."""
         return self.prefix_lm or self.tree_mask
@@ -334,14 +319,6 @@ class AttentionSpec:
         return tuple(aux for each in functions if each is not None for aux in each.aux)
 
     @property
-    def map_loops(self) -> list[tuple[str, str, bool]]:
-        """The loops over the tiles that a block map lists: where each begins and ends, and whether
-        its tiles are masked ones."""
-        if self.has_score_entries or self.score_mod is not None:
-            return [("0", "num_listed", True)]
-        return [("0", "num_partial", True), ("num_partial", "num_listed", False)]
-
-    @property
     def captured(self) -> tuple[Any, ...] | None:
         """The tensors that functions brought along when this spec was made, in the order of
         `function_tensors`;
@@ -359,50 +336,6 @@ class AttentionSpec:
     def aux_args(self) -> tuple[str, ...]:
         """Names of those tensors among `tensor_args`."""
         return tuple(f"aux{n}" for n in range(len(self.function_tensors)))
-
-    @property
-    def aux_parameters(self) -> tuple[str, ...]:
-        """What printed kernels take for those tensors."""
-        return aux_parameters(self.function_tensors)
-
-    @property
-    def score_parameters(self) -> tuple[str, ...]:
-        """Those of score_mod."""
-        return () if self.score_function is None else aux_parameters(self.score_function.aux)
-
-    @property
-    def mask_parameters(self) -> tuple[str, ...]:
-        """Those of mask_mod."""
-        return self.aux_parameters[len(self.score_parameters) :]
-
-    @property
-    def aux_run_time(self) -> tuple[str, ...]:
-        """Those of `aux_parameters` whose values compile nothing: all but pointers and last
-        strides."""
-        last = {f"aux{n}_stride{each.dims - 1}" for n, each in enumerate(self.function_tensors)}
-        return tuple(x for x in self.aux_parameters if not x.endswith("_ptr") and x not in last)
-
-    def function_helpers(self, direction: Direction) -> frozenset[str]:
-        """What printed functions call."""
-        functions = (self.score_function, self.mask_function)
-        found = (each.helpers(direction) for each in functions if each is not None)
-        return frozenset().union(*found)
-
-    @property
-    def score_tensors(self) -> tuple[str, ...]:
-        """The names in `aux_args` of score_mod's tensors."""
-        return self.aux_args[: len(self.score_function.aux) if self.score_function else 0]
-
-    @property
-    def mask_tensors(self) -> tuple[str, ...]:
-        """Those of mask_mod's."""
-        return self.aux_args[len(self.score_tensors) :]
-
-    @property
-    def aux_examples(self) -> tuple[str, ...]:
-        """A random tensor for each, as printed files make it."""
-        functions = (self.score_function, self.mask_function)
-        return tuple(f.example(n) for f in functions if f is not None for n in range(len(f.aux)))
 
     @property
     def learnt_aux(self) -> tuple[str, ...]:
@@ -424,16 +357,6 @@ class AttentionSpec:
     def has_score_terms(self) -> bool:
         """Something stands between a score and the softmax."""
         return self.has_score_tiles or self.alibi
-
-    @property
-    def has_head_terms(self) -> bool:
-        """Kernels work something out for each head that such terms need."""
-        return self.has_score_entries or self.alibi or (self.has_functions and not self.has_dropout)
-
-    @property
-    def has_term_parameters(self) -> bool:
-        """Kernels have parameters for such terms alone."""
-        return self.has_head_terms or self.adds_to_scores or bool(self.function_tensors)
 
     @property
     def hides_keys(self) -> bool:
@@ -516,21 +439,9 @@ class AttentionSpec:
         return self.sinks and self.is_exact
 
     @property
-    def subtracts_lse(self) -> bool:
-        """The backward subtracts lse from a score before it changes to base 2: where P is large
-        nothing is rounded then, but one instruction is added."""
-        return self.is_exact and self.adds_to_scores
-
-    @property
     def row_numbers(self) -> int:
         """How many numbers of each query row the backward's first kernel hands to the others."""
         return 3 if self.weighs_rows else 2
-
-    @property
-    def subtracts_maximum(self) -> bool:
-        """The forward subtracts the row's maximum before it scales: nothing is lost of scores of
-        any size, for one instruction more."""
-        return self.is_exact or self.adds_to_scores
 
     @property
     def largest(self) -> float:
@@ -812,7 +723,19 @@ def undecoded(spec: AttentionSpec) -> list[str]:
         "a head_dim_v of parts that are no powers of two from 16 on": spec.shared_kv
         and any(part.padded for part in spec.v_parts),
     }
-    return [f"{name} with {who} is not built yet" for name, is_on in named.items() if is_on]
+    steps = {
+        "paged": "gather the pages into dense k and v, and leave paged out",
+        "key_lengths": "leave key_lengths out, and hide the keys by attn_mask",
+        "shared_kv": "leave shared_kv out",
+        "decode": "the forward serves it",
+    }
+    own = {("FP8 inputs", who): "dequantise them and use bfloat16"}
+    own['layout="thd"', "key_lengths"] = "leave key_lengths out: seqused_k of packed calls says it"
+    return [
+        f"{name} with {who} is not built yet; {own.get((name, who), steps[who])}"
+        for name, is_on in named.items()
+        if is_on
+    ]
 
 
 def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:

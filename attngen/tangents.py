@@ -27,7 +27,7 @@ from attngen.config import (
 from attngen.errors import NoFeasibleConfigError, SpecError, UnsupportedSpecError
 from attngen.gpu import GpuInfo
 from attngen.kernel import Tensors, kernel
-from attngen.memory import addressable, aligned
+from attngen.memory import addressable, aligned, bshd, float32
 from attngen.paged import refuse_gradients
 from attngen.render import render
 from attngen.resolve import device_index_of, device_info, on_reset
@@ -166,12 +166,12 @@ def forward(
     ints: Sequence[int],
 ) -> list[Tensor]:
     """[out, lse, tangent of out, tangent of lse] of `attngen::jvp`."""
-    spec = calls._check(text_key, q, k, v, extra)
+    spec = calls.checked_spec(text_key, q, k, v, extra)
     given = {"q": (q, tq), "k": (k, tk), "v": (v, tv)}
     _check_tangents(spec, given)
     batch, heads, seqlen_q, _ = q.shape
-    out = calls._bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
-    lse = calls._float32(batch, heads, seqlen_q)
+    out = bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
+    lse = float32(batch, heads, seqlen_q)
     memory = [out, lse, out, lse]
     if q.numel() == 0 or v.numel() == 0:
         made = [each.make(q).zero_() for each in memory]
@@ -181,7 +181,7 @@ def forward(
     inputs: Tensors = (aligned(q), aligned(k), aligned(v), *(t for _, t in moved))
     extra = placed(spec, extra, q, k)
     tangents = "".join(name for name, _ in moved)
-    at = (tangents, *calls._layout(text_key, (*inputs, *extra), scalars, ints))
+    at = (tangents, *calls.layout_of(text_key, (*inputs, *extra), scalars, ints))
     run = _RUNS.get(at)
     if run is None:
         run = _prepared(spec, tangents, inputs, scalars, ints)
@@ -189,8 +189,8 @@ def forward(
             if len(_RUNS) >= _MAX_RUNS:
                 _RUNS.clear()
             _RUNS[at] = run
-    call = calls._Call(run, device_index_of(q), memory)
-    return calls._launch(call, inputs, extra)
+    call = calls.Call(run, device_index_of(q), memory)
+    return calls.launch(call, inputs, extra)
 
 
 def _prepared(
@@ -209,7 +209,7 @@ def _prepared(
         rows = keys = MAX_SIZE
     config = default(spec, tangents, rows, keys, device_info(device), not addressable(*tiles))
     named = dict(zip(spec.int_args, ints, strict=True))
-    numbers = calls._numbers(spec, named, q.shape[2], k.shape[2])
+    numbers = calls.numbers_of(spec, named, q.shape[2], k.shape[2])
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args)
     return kernel(spec, config, device is None).prepared(numbers, keywords)

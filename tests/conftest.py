@@ -13,7 +13,7 @@ import torch
 from attngen.store import Store
 
 # Files with hundreds of calls in the interpreter: each day another tenth of their tests is quick,
-# and the rest slow.
+# one at least, and the rest slow. Elsewhere `pytest.mark.rotating` says it of one test function.
 ROTATING = {
     "test_append.py",
     "test_block_map.py",
@@ -53,21 +53,43 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     day = os.environ["ATTNGEN_TEST_DAY"]
-    return f"ATTNGEN_TEST_DAY={day} picks a tenth of {len(ROTATING)} files and of test_pairs.py"
+    return f"ATTNGEN_TEST_DAY={day} picks a tenth of {len(ROTATING)} files and of rotating tests"
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m looks at marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests run only when asked for: interpreter and compiler do not share a process."""
-    today = int(os.environ["ATTNGEN_TEST_DAY"]) % 10
-    for item in items:
-        if item.path.name in ROTATING and zlib.crc32(item.nodeid.encode()) % 10 != today:
-            item.add_marker(pytest.mark.slow)
+    for group in _rotating(items):
+        for item in group[1:]:
+            if _days_from_now(item):
+                item.add_marker(pytest.mark.slow)
     if _gpu_run(config):
         return
     wanted = [item for item in items if item.get_closest_marker("gpu") is None]
     config.hook.pytest_deselected(items=[item for item in items if item not in wanted])
     items[:] = wanted
+
+
+def _rotating(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """The tests of each rotating file, and of each other rotating function, the next due first, and
+    those last that never are quick."""
+    groups: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.name in ROTATING:
+            groups.setdefault(item.path.name, []).append(item)
+        elif item.get_closest_marker("rotating") is not None:
+            groups.setdefault(item.nodeid.partition("[")[0], []).append(item)
+
+    def due(item: pytest.Item) -> tuple[bool, int]:
+        never = any(item.get_closest_marker(name) for name in ("slow", "gpu"))
+        return never, _days_from_now(item)
+
+    return [sorted(group, key=due) for group in groups.values()]
+
+
+def _days_from_now(item: pytest.Item) -> int:
+    """In how many days a rotating test is quick next."""
+    return (zlib.crc32(item.nodeid.encode()) - int(os.environ["ATTNGEN_TEST_DAY"])) % 10
 
 
 def _gpu_run(config: pytest.Config) -> bool:

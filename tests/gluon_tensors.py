@@ -152,7 +152,7 @@ class Tensor:
     def __invert__(self) -> Tensor:
         return Tensor(~self.data, self.dtype, self.layout)
 
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 def _numbers(given: tuple[Any, ...]) -> tuple[int, ...]:

@@ -159,8 +159,8 @@ def assert_exact(
         ("out", out, right.out, yard.out, q.dtype),
         ("lse", lse, right.lse, yard.lse, lse.dtype),
     ]
-    yards = [yard_grads, _by_rounded_lse(right, inputs, fixed, named, do, dlse)]
-    if narrow is not None and "sinks" in inputs:
+    yards = [yard_grads, _by_rounded_rows(right, inputs, fixed, named, do, dlse)]
+    if "sinks" in inputs:
         yards.append({"sinks": _sinks_gradient(right, inputs["sinks"], do, narrow)})
     yard_grads = _added(right_grads, yards)
     rows += [
@@ -183,7 +183,7 @@ def _added(right: dict[str, Tensor], yards: list[dict[str, Tensor]]) -> dict[str
     }
 
 
-def _by_rounded_lse(
+def _by_rounded_rows(
     right: Any,
     inputs: dict[str, Tensor],
     fixed: dict[str, Tensor],
@@ -191,27 +191,46 @@ def _by_rounded_lse(
     do: Tensor,
     dlse: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Exact gradients, but of P = exp(s - lse) with lse in float32, as every backward pass has it
-    that keeps no P: a row's P, and so all that it adds, is too large by one factor."""
-    lse = right.lse.detach()
+    """Exact gradients, but with lse and delta = rowsum(out * do) in float32, as every backward
+    pass has them that keeps no P: a row's P, and so all that it adds, is too large by one factor,
+    and an error of delta acts as a gradient of lse."""
+    lse, out = right.lse.detach(), right.out.detach()
     excess = torch.exp(lse - lse.float().double()).where(lse.isfinite(), 1.0)
+    late = (out * do.double()).sum(-1) - (out.float() * do.float()).sum(-1).double()
+    dlse = late if dlse is None else dlse.double() + late
     _, grads = oracle.gradients(
         lambda **x: oracle.attention(**x, **fixed, **named),
         inputs,
         do.double() * excess[..., None],
-        None if dlse is None else dlse.double() * excess,
+        dlse * excess,
     )
     return grads
 
 
-def _sinks_gradient(right: Any, sinks: Tensor, do: Tensor, dtype: torch.dtype) -> Tensor:
-    """From the exact out and lse, out rounded as a backward pass has it: -P_sink rowsum(out * do),
-    summed over rows."""
+def _sinks_gradient(right: Any, sinks: Tensor, do: Tensor, narrow: torch.dtype | None) -> Tensor:
+    """From the exact out and lse, -P_sink rowsum(out * do) summed over rows; as a backward pass
+    has it: of out rounded to a narrow dtype, or in float32 with the standard error of such a sum.
+
+    A call has few sinks, so that the plain computation's error may be small by luck. In float32
+    P_sink is wrong by lse's rounding, and a product of two rows by its terms'.
+    """
     sinks = sinks.detach().double()
-    weight = torch.sigmoid((sinks[:, None] if sinks.dim() == 1 else sinks[:, :, None]) - right.lse)
-    each = -weight * (right.out.to(dtype).double() * do.double()).sum(-1)
-    each = each.where(right.lse != float("-inf"), 0.0).sum(-1)
-    return each.sum_to_size(sinks.shape).detach()
+    out, do = right.out.detach(), do.double()
+    sees = right.lse.detach().isfinite()
+    lse = right.lse.detach().where(sees, 0.0)
+    weight = torch.sigmoid((sinks[:, None] if sinks.dim() == 1 else sinks[:, :, None]) - lse)
+    weight = weight.where(sees, 0.0)
+    if narrow is not None:
+        out = out.to(narrow).double()
+    each = (out * do).sum(-1)
+    total = -(weight * each).sum(-1).sum_to_size(sinks.shape)
+    if narrow is not None:
+        return total
+    eps = torch.finfo(torch.float32).eps
+    wrong = weight * (
+        eps / 4 * (1 + lse.abs()) * each.abs() + eps / 2 * out.norm(dim=-1) * do.norm(dim=-1)
+    )
+    return total + wrong.square().sum(-1).sum_to_size(sinks.shape).sqrt()
 
 
 def assert_close(actual: Iterable[Tensor], wanted: Iterable[Tensor], atol: float = 2e-5) -> None:

@@ -159,7 +159,7 @@ def test_tensor_that_does_not_fit_the_compiled_spec_is_refused() -> None:
 
 def test_compile_refuses_what_is_no_spec() -> None:
     with pytest.raises(attngen.SpecError) as raised:
-        attngen.compile("head_dim=64")  # type: ignore[arg-type]
+        attngen.compile("head_dim=64")
     _says(raised.value, "str", "attngen.AttentionSpec(head_dim=128, causal=True)")
 
 

@@ -140,7 +140,7 @@ def test_spec_field_is_refused(fields: dict[str, Any], value: str, step: str) ->
 
 def test_spec_by_position_or_without_head_dim_is_refused() -> None:
     with pytest.raises(TypeError, match=r"got 64; write AttentionSpec\(head_dim") as raised:
-        attngen.AttentionSpec(64)  # type: ignore[misc]
+        attngen.AttentionSpec(64)
     assert isinstance(raised.value, attngen.SpecError)
     for call in (
         lambda: attngen.AttentionSpec(causal=True),
@@ -157,7 +157,7 @@ def test_spec_line_that_is_no_str_is_refused(line: Any) -> None:
 
 
 def test_spec_json_that_is_no_str_is_refused() -> None:
-    refused(lambda: attngen.AttentionSpec.from_json(5), attngen.SpecError, "int", "spec.to_json()")  # type: ignore[arg-type]
+    refused(lambda: attngen.AttentionSpec.from_json(5), attngen.SpecError, "int", "spec.to_json()")
 
 
 # ---- the same value in another type ---------------------------------------------------------
@@ -231,6 +231,7 @@ def test_numpy_numbers_are_taken_by_calls() -> None:
     assert torch.equal(*seeded)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("side", [values.MAX_POSITION, 2**31, 2**63 - 1, 2**63, 10**30])
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 def test_window_beyond_every_row_is_an_open_one(side: int, causal: bool) -> None:
@@ -412,6 +413,7 @@ BAD_KINDS: dict[str, tuple[Callable[[], Any], str, str]] = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", ["bhsd", "bshd"])
@@ -565,7 +567,7 @@ def test_source_refuses_what_is_no_workload(fields: dict[str, Any], value: str, 
 @pytest.mark.parametrize("size", [1.0, "8", True, -1, None], ids=repr)
 def test_workload_refuses_what_is_no_size(size: Any) -> None:
     refused(lambda: attngen.Workload(1, 2, 2, size, 8), attngen.SpecError, repr(size), "from 0 up")
-    refused(lambda: attngen.Workload.parse(8), attngen.SpecError, "8", "4,32,8,4096,4096")  # type: ignore[arg-type]
+    refused(lambda: attngen.Workload.parse(8), attngen.SpecError, "8", "4,32,8,4096,4096")
 
 
 # ---- merge and dropout_keep -----------------------------------------------------------------

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
+from support import make_qkv
 
 from attngen import bench as benches
 from attngen import peers
@@ -142,7 +143,6 @@ def test_flex_is_made_with_and_without_a_mask() -> None:
         ("flex", AttentionSpec(head_dim=16, dropout_p=0.5), "no dropout"),
         ("flex max-autotune", AttentionSpec(head_dim=16, dropout_p=0.5), "no dropout"),
         ("sdpa math", AttentionSpec(head_dim=16, alibi=True, sinks=True), "no alibi, sinks"),
-        ("flex", AttentionSpec(head_dim=16, sinks=True), "no sinks"),
         ("fa3", SPEC, "fa3_fwd_interface"),
     ],
 )
@@ -154,6 +154,19 @@ def test_peer_that_cannot_serve_says_why(name: str, spec: AttentionSpec, reason:
     line = comparison_table(found).splitlines()[-1]
     assert line.split()[len(name.split())] == "-"
     assert reason in line
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_rescales_for_sinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda attend, **named: attend)
+    q, k, v = (x.detach() for x in make_qkv(2, 2, 12))
+    sinks = torch.tensor([[0.5, -1.0], [2.0, 0.0]])
+    spec = AttentionSpec(head_dim=16, causal=True, sinks=True)
+    attend = by_name("flex").make(spec, Workload(2, 2, 2, 12, 12), sinks=sinks)
+    scores = (q @ k.mT / 4).masked_fill(~torch.ones(12, 12, dtype=torch.bool).tril(), -torch.inf)
+    with_sink = torch.cat([scores, sinks[..., None, None].expand(2, 2, 12, 1)], -1)
+    want = with_sink.softmax(-1)[..., :-1] @ v
+    torch.testing.assert_close(attend(q, k, v), want, atol=1e-5, rtol=0)
 
 
 def test_alignment_that_a_peer_lacks() -> None:
@@ -187,7 +200,7 @@ def test_flash_attention_3_gets_its_layout_and_options(monkeypatch: pytest.Monke
         return q, None
 
     module = types.ModuleType("fa3_fwd_interface")
-    module.flash_attn_func = flash_attn_func  # type: ignore[attr-defined]
+    module.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
     spec = AttentionSpec(head_dim=16, causal=True, window=(3, 0), softcap=2.0)
     (found,) = run(by_name("fa3"), spec=spec, directions=("fwd",), rounds=1)

@@ -499,8 +499,8 @@ def fake_tune(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 def put_tuner(monkeypatch: pytest.MonkeyPatch, tune: Any) -> None:
     module = types.ModuleType("attngen.tuner")
-    module.tune = tune  # type: ignore[attr-defined]
-    module.kept_workers = contextlib.nullcontext  # type: ignore[attr-defined]
+    module.tune = tune
+    module.kept_workers = contextlib.nullcontext
     monkeypatch.setitem(sys.modules, "attngen.tuner", module)
 
 

@@ -112,7 +112,7 @@ DECODE_SPECS = {
 def test_decode_compiles_for_hopper(names: tuple[str, ...]) -> None:
     lines = [
         {
-            "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,  # type: ignore[arg-type]  # fields
+            "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,
             "direction": "decode",
             "config": structural_variants("decode")[0].as_dict(),
             "workload": "2,8,2,3,4096",

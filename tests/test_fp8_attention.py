@@ -89,6 +89,7 @@ def dequantized(found: Quantized) -> list[Tensor]:
     return [x.double() * spread(descale, x) for x, descale in pairs]
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("scale", "dtype", "options"), ONE_OF_EACH_SCALE)
 def test_results_and_gradients_are_those_of_the_dequantised(
     scale: str, dtype: torch.dtype, options: dict[str, Any]
@@ -123,6 +124,7 @@ def test_results_and_gradients_are_those_of_the_dequantised(
         assert good, f"{name}: {why}"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("tiles", ["pointer", "descriptor"])
 def test_blocks_of_several_tiles(tiles: Any) -> None:
     found = quantized("block", lengths=(200, 270), batch=1)
@@ -145,6 +147,7 @@ def test_every_single_scale_counts(scale: str) -> None:
             assert not torch.equal(attend(found._replace(**{name: changed})), before), (name, at)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 def test_every_value_of_the_dtype_passes(dtype: torch.dtype) -> None:
     """One key has weight 1, so that out is v."""
@@ -176,6 +179,7 @@ def test_a_shard_and_partial_results() -> None:
     torch.testing.assert_close(lse, want_lse)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("softmax_scale", [-0.3, 0.0])
 def test_scales_that_are_not_positive(softmax_scale: float) -> None:
     found = quantized("head", batch=1, lengths=(9, 20))
@@ -195,6 +199,7 @@ def test_layouts_strides_and_scattered_scales_change_nothing() -> None:
     assert torch.equal(attend(found._replace(**strided, **narrow)), want)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scale", ["tensor", "block"])
 def test_compiled(scale: str) -> None:
     found = quantized(scale, lengths=(20, 30))
@@ -219,6 +224,7 @@ def test_autocast_leaves_fp8_alone() -> None:
         )
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("scale", ["tensor", "head"])
 def test_vmap(scale: str) -> None:
     found = quantized(scale, lengths=(20, 30))

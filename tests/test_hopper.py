@@ -20,7 +20,7 @@ from gluon_machine import Fault
 from torch import Tensor
 
 import attngen
-from attngen import calls, kernel, reference
+from attngen import calls, kernel, memory, reference
 from attngen.config import KernelConfig
 from attngen.fp8 import Quantized, spread
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
@@ -351,7 +351,7 @@ def fp8_forward(
 ) -> tuple[Tensor, Tensor]:
     q, k, v, *descales = found
     out, lse = unwritten(q, spec.head_dim_v, dtype), torch.full(q.shape[:3], UNWRITTEN)
-    v_t = calls.transposed(v).make(v).fill_(float("nan"))
+    v_t = memory.transposed(v).make(v).fill_(float("nan"))
     numbers = numbers_of(spec, q.shape[2], k.shape[2]) | dict(zip(DESCALES, descales, strict=True))
     *first, again = module.plan(q, k, v, out, lse, v_t, **numbers)
     run(first, seed)

@@ -107,7 +107,7 @@ def test_template_hash_changes_iff_a_kernel_does(
     before = render.template_hash(BASE, "fwd", "sm_90")
 
     def mutated(spec: AttentionSpec, config: object) -> str:
-        text = write(spec, config)  # type: ignore[arg-type]
+        text = write(spec, config)
         assert old in text
         return text.replace(old, new)
 

@@ -91,6 +91,7 @@ attngen.attention(q, k, v, causal=True)
 """
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "before",
     [

@@ -192,6 +192,7 @@ STANDALONE: dict[str, tuple[AttentionSpec, KernelConfig]] = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(("spec", "config"), STANDALONE.values(), ids=STANDALONE)
 def test_emitted_file_runs_alone_and_agrees_with_torch(
     spec: AttentionSpec, config: KernelConfig, tmp_path: Path

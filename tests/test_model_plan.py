@@ -664,8 +664,8 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return []
 
     module = types.ModuleType("attngen.tuner")
-    module.tune = search  # type: ignore[attr-defined]
-    module.kept_workers = contextlib.nullcontext  # type: ignore[attr-defined]
+    module.tune = search
+    module.kept_workers = contextlib.nullcontext
     monkeypatch.setitem(sys.modules, "attngen.tuner", module)
     return calls
 

@@ -87,9 +87,9 @@ def tuned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     real = importlib.util.find_spec("attngen.tuner")
     assert real is not None
     module = types.ModuleType("attngen.tuner")
-    module.__path__ = real.submodule_search_locations  # type: ignore[assignment]
-    module.tune = search  # type: ignore[attr-defined]
-    module.kept_workers = contextlib.nullcontext  # type: ignore[attr-defined]
+    module.__path__ = real.submodule_search_locations
+    module.tune = search
+    module.kept_workers = contextlib.nullcontext
     monkeypatch.setitem(sys.modules, "attngen.tuner", module)
     for name in LAUNCHERS:
         monkeypatch.delenv(name, raising=False)

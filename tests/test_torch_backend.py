@@ -37,13 +37,13 @@ def active() -> Iterator[None]:
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     """Grows with each kernel call."""
     seen: list[None] = []
-    launch = calls._launch
+    launch = calls.launch
 
     def counting(*arguments: Any) -> Any:
         seen.append(None)
         return launch(*arguments)
 
-    monkeypatch.setattr(calls, "_launch", counting)
+    monkeypatch.setattr(calls, "launch", counting)
     return seen
 
 

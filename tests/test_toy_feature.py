@@ -78,8 +78,8 @@ CONFIGS = [SMALL_FWD, SMALL_BWD, BwdConfig(**{**SMALL_BWD.as_dict(), "dq": "atom
 @pytest.mark.usefixtures("toy_templates")
 @pytest.mark.parametrize("more", [{}, {"causal": True, "softcap": 3.0}], ids=str)
 def test_toy_feature_computes_what_the_oracle_says(more: dict[str, object]) -> None:
-    spec = Toy(head_dim=16, dtype="float32", even_keys=True, **more)  # type: ignore[arg-type]
-    oracle = Toy(head_dim=16, dtype="float32", bias=True, **more)  # type: ignore[arg-type]
+    spec = Toy(head_dim=16, dtype="float32", even_keys=True, **more)
+    oracle = Toy(head_dim=16, dtype="float32", bias=True, **more)
     for config in CONFIGS:
         made = case.make(spec, Workload(1, 2, 1, 37, 45), "cpu", backward=config.direction == "bwd")
         bias = torch.where(torch.arange(45) % 2 == 0, HALF, 0.0).expand(1, 1, 37, 45)
@@ -101,6 +101,6 @@ def test_toy_feature_computes_what_the_oracle_says(more: dict[str, object]) -> N
 @pytest.mark.parametrize("config", [SMALL_FWD, SMALL_BWD], ids=["fwd", "bwd"])
 def test_toy_feature_leaves_no_trace_where_it_is_off(config: KernelConfig) -> None:
     fields = {"head_dim": 16, "alibi": True}
-    assert "even_keys" not in render.render(Toy(**fields), config)  # type: ignore[arg-type]
-    text = render.render(Toy(**fields, even_keys=True), config)  # type: ignore[arg-type]
+    assert "even_keys" not in render.render(Toy(**fields), config)
+    text = render.render(Toy(**fields, even_keys=True), config)
     assert text.count("def even_keys(") == 1 and "even_keys=true" in text

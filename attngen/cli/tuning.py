@@ -127,8 +127,7 @@ def tune(
     again = again or revalidate
     if dry_run:
         for job in plan.jobs:
-            for each in job.directions:
-                lowering.required(job.spec, device_to_tune(gpu), each)
+            lowering.required(job.spec, device_to_tune(gpu))
         show_plan(plan, gpu, db, budget, skip_stored=whole_model and not again, as_json=as_json)
         return
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from attngen import packed
 from attngen.block_map import map_of, num_entries
-from attngen.calls import order_of, partials, side_memory, side_outputs, transposed
+from attngen.calls import partials, side_memory, side_outputs
 from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.decode import DecodeConfig
 from attngen.fp8 import quantize, spread
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
+from attngen.memory import order_of, transposed
 from attngen.packed_reference import Sequences
 from attngen.reference import alignment, scale_of
 from attngen.score_reference import example_aux

@@ -223,7 +223,7 @@ HOPPER = [
 def test_hopper_lowering(dim: int, options: Any, heads_kv: int) -> None:
     """Beside the portable lowering, with 200 sequences of 0 to 995 tokens."""
     spec = AttentionSpec(head_dim=dim, layout="thd", **options).text
-    if why := hopper.unserved(spec, device_info(0), "fwd"):
+    if why := hopper.unserved(spec, device_info(0)):
         pytest.skip("; ".join(why))
     lengths = [(n * 377) % 997 * (n % 4 != 1) for n in range(200)]
     cu = offsets(lengths).cuda()
@@ -243,7 +243,7 @@ def test_hopper_lowering(dim: int, options: Any, heads_kv: int) -> None:
 def test_hopper_backward(dim: int, options: Any, heads_kv: int, dq: str) -> None:
     """Beside the portable lowering; NaN of some sequences reaches no other."""
     spec = AttentionSpec(head_dim=dim, layout="thd", **options).text
-    if why := hopper.unserved(spec, device_info(0), "bwd"):
+    if why := hopper.unserved(spec, device_info(0)):
         pytest.skip("; ".join(why))
     lengths = [(n * 377) % 997 * (n % 4 != 1) for n in range(200)]
     cu = offsets(lengths).cuda()
@@ -271,14 +271,16 @@ def test_hopper_backward(dim: int, options: Any, heads_kv: int, dq: str) -> None
             for x in tensors:
                 x[within] = float("nan")
         tainted = results(*tensors, cu, **options)[2:]
-    for one, other in zip(tainted[first:], found[first:], strict=True):
-        assert torch.equal(one[~within], other[~within])
-    assert tainted[0][~within].isfinite().all()
+    # Tiles that also held a NaN come from the second pass, whose sums have another order.
+    for one, other in zip(tainted, found, strict=True):
+        assert one[~within].isfinite().all()
+        error = (one[~within].float() - other[~within].float()).norm() / other.float().norm()
+        assert error < 1e-2
 
 
 def test_hopper_lowering_in_a_graph_whose_lengths_change(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = AttentionSpec(head_dim=64, layout="thd", causal=True).text
-    if why := hopper.unserved(spec, device_info(0), "fwd"):
+    if why := hopper.unserved(spec, device_info(0)):
         pytest.skip("; ".join(why))
     monkeypatch.setenv("ATTNGEN_LOWERING", "hopper")
     resolve.reset()
