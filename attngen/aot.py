@@ -36,12 +36,13 @@ class Frozen:
         """The torch operator, of q, k, v, scalars and ints."""
         self.path = path
         """The kernel file."""
-        self._scalars, self._ints = (list(each) for each in numbers)
+        self.numbers = list(numbers[0]), list(numbers[1])
+        """The operator's scalars and ints."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Any:
         """Attention of (batch, heads, seqlen, dim) tensors of the spec's dtype, the last stride 1
         and the others multiples of 16 bytes: out, or (out, lse). Has no gradient."""
-        out, lse = self.op(q, k, v, self._scalars, self._ints)
+        out, lse = self.op(q, k, v, *self.numbers)
         return (out, lse) if return_lse else out
 
 
