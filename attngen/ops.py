@@ -429,6 +429,11 @@ def _autograd_backward(
     ints: Any,
     needs: Sequence[bool] = (),
 ) -> Any:
+    given = (q, k, v, out, lse, dout, dlse)
+    plain = _is_plain(*given) and _have_plain_types(extra)
+    if plain and not (_may_have_tangents() or torch.is_grad_enabled() or _is_batched(dout, dlse)):
+        return calls.backward(text_key, *given, extra, scalars, ints, needs)
+
     def run(*tensors: Tensor | None) -> Any:
         lists = (list(tensors[5:]), scalars, ints)
         inputs = (*tensors[:3], out, lse, *tensors[3:5])

@@ -157,7 +157,8 @@ def compare(n: Sizes, device: str, rounds: int) -> float:
         print(f"{name}: first step {seconds:.1f} s, loss {trainer.loss.item():.4f}", flush=True)
     times: dict[str, list[float]] = {name: [] for name in trainers}
     for each in range(rounds + 2):
-        for name, trainer in trainers.items():
+        turns = list(trainers.items())
+        for name, trainer in turns if each % 2 else reversed(turns):  # neither is always first
             seconds = trainer.step()
             if each >= 2:
                 times[name].append(seconds)

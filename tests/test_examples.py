@@ -33,13 +33,20 @@ PROMISES = {
     "merge_shards": ("ring of 2 against one call", "dq: largest difference"),
     "serve_paged": ("tokens of 3 prompts", "tokens against eager attention"),
     "cascade": ("cascade against one call", "keys and values read"),
+    "bench_training": ("attngen: first step", "sdpa: first step", "throughput over SDPA's:"),
+    "nanogpt_training": ("loss fell from",),
     "tune_and_read_kernel": ("record kept in", '"direction": "fwd"', "def visible_keys("),
 }
 
 
 @pytest.mark.parametrize("name", PROMISES)
 @pytest.mark.filterwarnings("ignore:attngen. no CUDA device")
-def test_example(name: str, capfd: pytest.CaptureFixture[str]):
+def test_example(name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("sys.argv", [name])
+    scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(  # nanogpt_training patches it
+        "torch.nn.functional.scaled_dot_product_attention", scaled_dot_product_attention
+    )
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capfd.readouterr().out
     for promise in PROMISES[name]:

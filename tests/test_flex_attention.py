@@ -184,8 +184,11 @@ def test_bad_masks_say_what_to_do() -> None:
     with pytest.raises(attngen.SpecError, match="for 384 queries and 384 keys, got 384 and 20"):
         flex_attention(q, k[:, :, :20], v[:, :, :20], block_mask=mask)
     with pytest.raises(attngen.SpecError, match="Cannot use mask_mod from a sliced BlockMask"):
-        sliced = mask[:, :, torch.tensor([0])]
-        flex_attention(q[:, :, :128], k, v, block_mask=sliced)
+        flex_attention(q, k, v, block_mask=mask[:, :, torch.tensor([0, 1, 2])])
+    sliced = mask[:, :, torch.tensor([0])]
+    sliced.mask_mod = mask.mask_mod
+    with pytest.raises(attngen.SpecError, match="1 rows of blocks for 384 queries"):
+        flex_attention(q, k, v, block_mask=sliced)
 
     def asks(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return i >= j if i > 3 else i < j
@@ -210,7 +213,7 @@ def test_arguments() -> None:
 
 def test_inside_torch_compile() -> None:
     torch._dynamo.reset()
-    q, k, v = make_qkv(seqlen_q=40)
+    q, k, v = (x.detach() for x in make_qkv(seqlen_q=40))
     mask = create_block_mask(MASK_MODS["causal"], None, None, 40, 40, device="cpu")
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

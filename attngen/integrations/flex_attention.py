@@ -131,6 +131,11 @@ def _masked(mask: Any, q: Tensor, k: Tensor) -> dict[str, Any]:
             f"{k.shape[2]}; make one for these lengths, or crop it with block_mask._adjust"
         )
     tensors = _blocks(mask)
+    if tensors[0].shape[2] != -(-lengths[0] // mask.BLOCK_SIZE[0]):
+        raise SpecError(
+            f"block_mask has {tensors[0].shape[2]} rows of blocks for {lengths[0]} queries; set "
+            "seq_lengths of a sliced one"
+        )
     if tensors[0].device != q.device:
         raise SpecError(
             f"block_mask is on {tensors[0].device} but query is on {q.device}; move it with "
