@@ -37,7 +37,7 @@ def register() -> None:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 
-    propagator = DTensor._op_dispatcher.sharding_propagator  # type: ignore[attr-defined]  # not typed
+    propagator = DTensor._op_dispatcher.sharding_propagator
     # The first argument, and so all, is part of what a decision is remembered by.
     info = RuntimeSchemaInfo(0, needs_pytree=True)
     propagator.register_op_strategy(torch.ops.attngen.fwd.default, _forward, info)
@@ -121,7 +121,8 @@ def _beside(spec: AttentionSpec, extra: Any, dim: int) -> list[Any]:
 
 
 def _entries(extra: Any) -> Sequence[Any]:
-    return getattr(extra, "children", extra)  # a TupleStrategy, or a list that has no tensor
+    entries: Sequence[Any] = getattr(extra, "children", extra)  # a TupleStrategy, or a plain list
+    return entries
 
 
 def _count(extra: Any) -> int:

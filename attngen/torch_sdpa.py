@@ -110,7 +110,7 @@ def _four_dims(
         tensors.append(x)
     lead = _broadcast([x.shape[:-3] for x in tensors], shapes)
     counts = [x.shape[-3] for x in tensors]
-    _check_heads(*counts, enable_gqa, shapes)
+    _check_heads(counts[0], counts[1], counts[2], enable_gqa, shapes)
     heads = counts[0] if enable_gqa else max(counts)
     if any(count == 0 for count in counts):
         heads = 0

@@ -25,7 +25,7 @@ from attngen.values import flag, scale_number, shown
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # torch types it not
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -176,7 +176,7 @@ def _read(
     text = function_text("mask_mod", mask_mod)
     lists = lists_of(_tile_kinds(kinds, rows, keys, of_q, of_k))
     key = mask_key(False, None, None, str(text))
-    return _Read(made_of, text, BlockMap(lists, *q.shape[:2], rows, keys, key))
+    return _Read(made_of, text, BlockMap(lists, q.shape[0], q.shape[1], rows, keys, key))
 
 
 def _every_key(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -188,7 +188,8 @@ def _marked(counts: Tensor, columns: Tensor, count: int) -> Tensor:
     listed = torch.arange(columns.shape[3], device=columns.device) < counts[..., None]
     at = columns.long().masked_fill(~listed, count)
     marks = columns.new_zeros((*columns.shape[:3], count + 1), dtype=torch.int8)
-    return marks.scatter_(3, at, 1)[..., :count]
+    marks.scatter_(3, at, 1)
+    return marks[..., :count]
 
 
 def _in_blocks(mask_mod: Any, kinds: Tensor, of_q: int, of_k: int) -> Any:
@@ -198,7 +199,8 @@ def _in_blocks(mask_mod: Any, kinds: Tensor, of_q: int, of_k: int) -> Any:
 
     def in_blocks(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         kind = table[b if batch > 1 else 0, h if heads > 1 else 0, q_idx // of_q, kv_idx // of_k]
-        return (kind == 2) | ((kind == 1) & mask_mod(b, h, q_idx, kv_idx))
+        seen: Tensor = (kind == 2) | ((kind == 1) & mask_mod(b, h, q_idx, kv_idx))
+        return seen
 
     return in_blocks
 

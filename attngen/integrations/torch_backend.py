@@ -146,7 +146,7 @@ def _spec(
     return AttentionSpec(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
-        dtype=dtype,
+        dtype=str(dtype).removeprefix("torch."),
         causal=causal,
         window=(0 if left else None, 0 if right else None),
         dropout_p=0.5 if dropout else 0.0,
@@ -255,7 +255,7 @@ def _dense_backward(
         *rows, lse, dout = _fold(own, k, v, out.contiguous(), lse[..., None], dout.contiguous())
         inputs = [*rows, lse.squeeze(3), dout]
     arguments = _arguments(inputs[0], inputs[2], **how)
-    grads = calls.backward(arguments.text_key, *inputs, None, *arguments[1:])  # type: ignore[arg-type]  # seven tensors
+    grads: Any = calls.backward(arguments.text_key, *inputs, None, *arguments[1:])  # type: ignore[arg-type,call-arg]  # seven tensors
     if alone:
         grads = _unfold(q, *grads)
     dq, dk, dv = grads
@@ -399,7 +399,7 @@ def _flash_forward(
     if cum_seq_q is None or cum_seq_k is None:
         k, v = key.transpose(1, 2), value.transpose(1, 2)
         q = q.transpose(1, 2) if cum_seq_q is None else _equal_lengths(q, cum_seq_q, max_q)
-        lengths = {"seqused_k": seqused_k, "block_table": block_table}
+        lengths: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table}
         out, lse = calls.forward(*_with([q, k, v], _arguments(q, v, **how, **lengths)))
         out = out.transpose(1, 2)
         if cum_seq_q is not None:
@@ -407,7 +407,8 @@ def _flash_forward(
     else:
         _refuse(block_table=block_table)
         rows = _heads_first(q, key, value)
-        packed = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k, "seqused_k": seqused_k}
+        packed: dict[str, Any] = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+        packed["seqused_k"] = seqused_k
         out, lse = calls.forward(*_with(rows, _arguments(rows[0], rows[2], **how, **packed)))
         out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return out, lse, state, offset, query.new_empty(0)
@@ -465,17 +466,17 @@ def _flash_backward(
     }
     tensors = (grad_out, query, key, value, out)
     if cum_seq_q is None:
-        views = [x.transpose(1, 2) for x in tensors]
-        grads = _dense_backward(*views, logsumexp, is_causal, scale, dropout_p, **how)  # type: ignore[misc]  # five tensors
-        return tuple(g.transpose(1, 2) for g in grads)
+        dout, q, k, v, made = (x.transpose(1, 2) for x in tensors)
+        dense = _dense_backward(dout, q, k, v, made, logsumexp, is_causal, scale, dropout_p, **how)
+        return tuple(g.transpose(1, 2) for g in dense)
     dout, q, k, v, made = _heads_first(*tensors)
     q, positive, factor = _scaled(q, scale)
     how |= {"causal": is_causal, "scale": positive, "dropout_p": dropout_p}
-    packed = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
+    packed: dict[str, Any] = {"cu_seqlens_q": cum_seq_q, "cu_seqlens_k": cum_seq_k}
     arguments = _arguments(q, v, **how, **packed)
     lse = logsumexp.unsqueeze(0)
-    grads = calls.backward(arguments.text_key, q, k, v, made, lse, dout, None, *arguments[1:])
-    dq, dk, dv = (g.squeeze(0).transpose(0, 1) for g in grads)
+    found = calls.backward(arguments.text_key, q, k, v, made, lse, dout, None, *arguments[1:])
+    dq, dk, dv = (g.squeeze(0).transpose(0, 1) for g in found)
     return dq if factor == 1.0 else dq * factor, dk, dv
 
 
