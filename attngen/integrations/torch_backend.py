@@ -425,7 +425,8 @@ def _equal_lengths(q: Tensor, cum_seq_q: Tensor, max_q: int) -> Tensor:
                 "call attngen.attention"
             ]
         )
-    return q.unflatten(0, (count, max_q)).transpose(1, 2)
+    batch: Tensor = q.unflatten(0, (count, max_q))
+    return batch.transpose(1, 2)
 
 
 def _heads_first(*tensors: Tensor) -> list[Tensor]:
