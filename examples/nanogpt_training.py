@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +36,7 @@ class Sizes:
     dropout: float = 0.1
 
 
-TOY = Sizes(layers=1, heads=2, width=64, tokens=32, batch=2, steps=12, learning_rate=1e-2)
+TOY = Sizes(layers=1, heads=2, width=64, tokens=32, batch=1, steps=8, learning_rate=1e-2)
 
 
 class Block(nn.Module):
@@ -73,6 +74,23 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def train(n: Sizes, step: Any, optimizer: torch.optim.Optimizer, data: Tensor) -> list[Tensor]:
+    """The loss of each step."""
+    losses = []
+    for number in range(n.steps):
+        at = torch.randint(len(data) - n.tokens - 1, (n.batch, 1), device=data.device)
+        ids = data[at + torch.arange(n.tokens + 1, device=data.device)]
+        with torch.autocast(data.device.type, torch.bfloat16, enabled=data.is_cuda):
+            loss = step(ids[:, :-1], ids[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+        if number % max(n.steps // 4, 1) == 0:
+            print(f"step {number}: loss {losses[-1].item():.3f}", flush=True)
+    return losses
+
+
 def main() -> None:
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -85,22 +103,11 @@ def main() -> None:
     model = GPT(n, len(letters)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=n.learning_rate)
 
-    attngen.patch_sdpa(strict=True)
     # "eager" is for CPUs, where inductor's compilation would take longer than the training.
     step = torch.compile(model, backend="inductor" if device == "cuda" else "eager")
-    losses, start = [], time.perf_counter()
-    for number in range(n.steps):
-        at = torch.randint(len(data) - n.tokens - 1, (n.batch, 1), device=device)
-        rows = at + torch.arange(n.tokens + 1, device=device)
-        ids = data[rows]
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = step(ids[:, :-1], ids[:, 1:])
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-        if number % max(n.steps // 4, 1) == 0:
-            print(f"step {number}: loss {losses[-1].item():.3f}", flush=True)
+    start = time.perf_counter()
+    with attngen.patch_sdpa(strict=True):
+        losses = train(n, step, optimizer, data)
     seconds = time.perf_counter() - start
     first, last = losses[0].item(), losses[-1].item()
     print(f"loss fell from {first:.3f} to {last:.3f}, {n.steps / seconds:.1f} steps/s")

@@ -41,12 +41,9 @@ PROMISES = {
 
 @pytest.mark.parametrize("name", PROMISES)
 @pytest.mark.filterwarnings("ignore:attngen. no CUDA device")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo asks for it
 def test_example(name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("sys.argv", [name])
-    scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
-    monkeypatch.setattr(  # nanogpt_training patches it
-        "torch.nn.functional.scaled_dot_product_attention", scaled_dot_product_attention
-    )
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capfd.readouterr().out
     for promise in PROMISES[name]:
