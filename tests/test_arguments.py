@@ -377,7 +377,11 @@ def test_unknown_arguments_name_the_option_of_their_own_call() -> None:
     ({"dropout_p": None}, "None", "from 0 to 1"),
     ({"key": [1]}, "got list", "torch.as_tensor(key)"),
     ({"query": np.zeros((1, 2, 5, 16))}, "numpy.ndarray", "torch.as_tensor(query)"),
-    ({"key": Q[0, :, :, None, None]}, "leading dims that are equal or 1", "expand them"),
+    (
+        {"query": Q.expand(2, 2, 5, 16), "key": Q.expand(3, 2, 5, 16)},
+        "leading dims that are equal or 1",
+        "expand them",
+    ),
     ({"key": Q[0, 0, 0]}, "key must have at least 2 dims", ".unsqueeze(0)"),
     ({"attn_mask": Q[0, :, :, :5, None]}, "attn_mask must be broadcastable", "1 or full"),
 )
