@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from attngen import calls, gpu, lowering, resolve
-from attngen.api import default_numbers
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.kernel import emit, load
 from attngen.memory import empty_bshd
@@ -29,14 +28,13 @@ class Frozen:
     """A forward of one spec and one config: callable, for torch.export and AOTInductor."""
 
     def __init__(self, spec: AttentionSpec, op: Any, path: Any) -> None:
-        numbers = default_numbers(spec)
-        assert numbers is not None  # see freeze
+        numbers = _numbers(spec)
         self.spec = spec
         self.op = op
         """The torch operator, of q, k, v, scalars and ints."""
         self.path = path
         """The kernel file."""
-        self.numbers = list(numbers[0]), list(numbers[1])
+        self.numbers = numbers
         """The operator's scalars and ints."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Any:
@@ -70,6 +68,20 @@ def freeze(spec: AttentionSpec, workload: Workload, *, gpu_name: str | None = No
     config = lowering.by_pointer(spec, config, bucket, info)  # inductor compiles Triton alone
     path = emit(spec.text, config)
     return Frozen(spec, _operator(spec.text_key, str(path)), path)
+
+
+def _numbers(spec: AttentionSpec) -> tuple[list[float], list[int]]:
+    """The operator's scalars and ints, of a call of whole sequences."""
+    left, right = spec.window or (None, None)
+    scale = spec.head_dim**-0.5 if spec.softmax_scale is None else spec.softmax_scale
+    scalars = {"softmax_scale": scale, "softcap": spec.softcap}
+    ints = {"window_left": left, "window_right": right, "chunk": spec.chunk}
+    ints |= {"q_step": 1, "k_step": 1, "seqlen_q_total": -1, "seqlen_k_total": -1}
+    ints["bottom_right"] = int(spec.causal != "top_left")
+    return (
+        [float(scalars.get(name) or 0) for name in spec.scalar_args],
+        [int(ints.get(name) or 0) for name in spec.int_args],
+    )
 
 
 def _check(spec: AttentionSpec) -> None:
