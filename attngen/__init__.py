@@ -20,6 +20,7 @@ _HOME = {
     "DtypeError": "attngen.errors",
     "KernelCompileError": "attngen.errors",
     "NoFeasibleConfigError": "attngen.errors",
+    "RankError": "attngen.errors",
     "StoreError": "attngen.errors",
     "TuningError": "attngen.errors",
     "compile": "attngen.api",
@@ -28,6 +29,7 @@ _HOME = {
     "sdpa": "attngen.torch_sdpa",
     "patch_sdpa": "attngen.torch_sdpa",
     "reload": "attngen.api",
+    "append_and_attend": "attngen.append_attend",
     "append_kv": "attngen.append",
     "make_block_map": "attngen.block_map",
     "merge": "attngen.merge",
@@ -45,11 +47,13 @@ __all__ = [
     "GpuInfo",
     "KernelCompileError",
     "NoFeasibleConfigError",
+    "RankError",
     "SpecError",
     "StoreError",
     "TuningError",
     "UnsupportedSpecError",
     "Workload",
+    "append_and_attend",
     "append_kv",
     "attention",
     "compile",
@@ -67,6 +71,7 @@ __all__ = [
 if TYPE_CHECKING:
     from attngen.api import Attention, attention, compile, reload
     from attngen.append import append_kv
+    from attngen.append_attend import append_and_attend
     from attngen.block_map import make_block_map
     from attngen.dropout import dropout_keep
     from attngen.errors import (
@@ -74,6 +79,7 @@ if TYPE_CHECKING:
         DtypeError,
         KernelCompileError,
         NoFeasibleConfigError,
+        RankError,
         SpecError,
         StoreError,
         TuningError,

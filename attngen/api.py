@@ -6,12 +6,12 @@ import functools
 import operator
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from attngen import ops, packed, paged, resolve
+from attngen import in_place, kv_cache, ops, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
     SCORE_FIELDS,
@@ -36,6 +36,7 @@ from attngen.explain import Explanation, explain_call
 from attngen.jagged import are_jagged
 from attngen.masks import check_mask_fields, fields_of
 from attngen.operands import counts_keys, operands
+from attngen.repeat import repeated, repeated_method
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.spec import FP8_DTYPES, AttentionSpec, function_text
 from attngen.values import (
@@ -51,21 +52,35 @@ from attngen.values import (
 )
 from attngen.workload import Direction, Workload, check_direction
 
+if TYPE_CHECKING:
+    from attngen.distributed import ContextParallel, ParallelAttention
+
 # Defaults of the calls, known by identity: an argument that is none of them is looked at.
 _NONE: tuple[str, ...] = ()
 _ZERO, _ONE = 0, 1
 _NO_TEXTS = (None, None)
-_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",))
-"""Spec fields of no lengths, of seqused_k, and of block_table beside it."""
+_LENGTH_FIELDS = ((), ("key_lengths",), ("paged",), ("paged",))
+"""Spec fields of no lengths, of seqused_k, of block_table beside it, and of cu_seqlens_q beside
+both."""
 
 
-def compile(spec: AttentionSpec, **options: Any) -> Attention:
+@overload
+def compile(spec: AttentionSpec) -> Attention: ...
+
+
+@overload
+def compile(spec: AttentionSpec, *, context_parallel: ContextParallel) -> ParallelAttention: ...
+
+
+def compile(spec: AttentionSpec, *, context_parallel: Any = None, **options: Any) -> Any:
     """The attention a spec describes, ready to call. Never tunes and never fails for want of a
     record: an untuned shape runs with a default config.
 
     Args:
         spec: what to compute. `deterministic=None` is settled here, by
             `torch.are_deterministic_algorithms_enabled()`.
+        context_parallel: an `attngen.distributed.ContextParallel`: calls take shards of a sequence
+            then, and the result is an `attngen.distributed.ParallelAttention`.
     """
     if not isinstance(spec, AttentionSpec):
         raise SpecError(
@@ -79,7 +94,21 @@ def compile(spec: AttentionSpec, **options: Any) -> Attention:
             f"compile() takes the spec alone, got {changed}; write "
             f"attngen.compile(attngen.AttentionSpec(..., {changed}))"
         )
+    if context_parallel is not None:
+        return _parallel(spec, context_parallel)
     return Attention(spec)
+
+
+def _parallel(spec: AttentionSpec, context_parallel: Any) -> Any:
+    from attngen import distributed
+
+    if not isinstance(context_parallel, distributed.ContextParallel):
+        raise SpecError(
+            "context_parallel must be an attngen.distributed.ContextParallel, got "
+            f'{shown(context_parallel)}; write ContextParallel(group, method="ring", '
+            'layout="zigzag")'
+        )
+    return distributed.ParallelAttention(spec, context_parallel)
 
 
 class Attention:
@@ -90,17 +119,17 @@ class Attention:
         if spec.deterministic is None:
             spec = replace(spec, deterministic=torch.are_deterministic_algorithms_enabled())
         self.spec = spec
+        self._owner = spec.key
         bare = replace(spec, aux=()) if spec.aux else spec  # a call says which side outputs
         self._text_key = bare.text_key
         self._eval_key = replace(bare, dropout_p=0.0).text_key
         # None where there is no dropout
-        has_none = spec.has_lengths or spec.shared_kv
+        has_none = spec.has_lengths or spec.shared_kv or spec.is_quantized
         self._drop_key = None if has_none else replace(bare, dropout_p=0.5).text_key
         self._functions = functions_of(spec)
         self._mask = None
         if spec.block_map:
             self._mask = mask_key(spec.causal, spec.window, spec.chunk, str(spec.mask_mod))
-        self._numbers = default_numbers(spec)
         self._scores = tuple(field for field in SCORE_FIELDS.values() if getattr(spec, field))
         masks = ("prefix_lm", "documents", "tree_mask")
         self._masks = tuple(field for field in masks if getattr(spec, field))
@@ -114,6 +143,7 @@ class Attention:
     def __reduce__(self) -> tuple[Any, tuple[AttentionSpec]]:
         return Attention, (self.spec,)
 
+    @repeated_method
     def __call__(
         self,
         q: Tensor,
@@ -151,6 +181,7 @@ class Attention:
         batch_start: int = 0,
         head_start: int = 0,
         partial: bool = False,
+        out: Tensor | None = None,
         **tensors: Any,
     ) -> Any:
         """Attention of q, k and v.
@@ -198,7 +229,11 @@ class Attention:
                 mask without torch's RNG state (checkpoint with preserve_rng_state=False).
             q_descale, k_descale, v_descale: the scales of FP8 inputs, positive float32, as
                 `attngen.quantize` gives them: () for fp8_scale "tensor", (batch, num_heads_kv) for
-                "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block".
+                "head", (batch, num_heads_kv, ceil(seqlen / 128)) for "block". With kv_dtype, those
+                of k and v alone: () for kv_scale "tensor", (batch, num_heads_kv) for "head",
+                (batch, num_heads_kv, seqlen_k) for "key"; of pages, (pages, num_heads_kv) and
+                (pages, page_size, num_heads_kv), of any strides. Scales of keys that are not used
+                are not read.
             cu_seqlens_q, cu_seqlens_k: of layout "thd", int32 (num_seqs + 1) on q's device:
                 sequence n owns rows cu_seqlens[n] to cu_seqlens[n + 1], which may be none. Not
                 looked at on the host, so that a GPU is never waited for; offsets that decrease or
@@ -217,6 +252,8 @@ class Attention:
             batch_start, head_start: global numbers of the first batch row and query head, for
                 dropout.
             partial: return out in float32, for `merge`.
+            out: a tensor to write the result to, of its shape, dtype and device, the last stride 1,
+                that shares no memory with q, k and v; it is returned. Without gradients.
 
         Returns:
             out (batch, num_heads_q, seqlen_q, head_dim_v) in q's dtype (bfloat16 for FP8) and
@@ -230,26 +267,6 @@ class Attention:
             UnsupportedSpecError: a tensor whose feature is not built.
         """
         spec = self.spec
-        if (
-            self._numbers is not None
-            and not torch.compiler.is_compiling()
-            and not tensors
-            and (return_lse is False or return_lse is True)
-            and return_aux is _NONE
-            and aux_tensors is None
-            and attn_mask is bias is alibi_slopes is sinks is None
-            and prefix_lens is doc_ids_q is doc_ids_k is tree_mask is None
-            and block_map is None
-            and dropout_p is dropout_seed is q_descale is k_descale is v_descale is None
-            and cu_seqlens_q is cu_seqlens_k is seqused_q is seqused_k is block_table is None
-            and q_start is k_start is batch_start is head_start is _ZERO
-            and q_step is k_step is _ONE
-            and seqlen_q_total is seqlen_k_total is None
-            and partial is False
-        ):  # the usual call, in few steps
-            made = ops.again(self._text_key, q, k, v, *self._numbers)
-            if made is not None:
-                return (made[0], made[1]) if return_lse else made[0]
         if tensors:
             refuse_names(tensors, self.__call__)
         if return_aux is _NONE and spec.aux:
@@ -266,7 +283,7 @@ class Attention:
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
         has_lengths = spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed)
         if has_lengths:
-            paged.check_fields(spec, seqused_k, block_table)
+            paged.check_fields(spec, seqused_k, block_table, cu_seqlens_q)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
         given = operands(
             *(q, k, v, spec.layout, offsets, block_table, shard),
@@ -275,9 +292,13 @@ class Attention:
             is_packed=spec.is_packed,
         )
         q, k, v = given.q, given.k, given.v
-        check_call(q, k, v, spec.head_dim, spec.head_dim_v, spec.dtype, is_paged=spec.paged)
+        dims, kinds = (spec.head_dim, spec.head_dim_v), (spec.paged, spec.kv_dtype)
+        check_call(q, k, v, *dims, spec.dtype, is_paged=kinds[0], kv_dtype=kinds[1])
         descales = (q_descale, k_descale, v_descale)
-        if spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
+        if spec.is_quantized:
+            kv_cache.check_scale(spec, *descales)
+            descales = descales[1:]  # type: ignore[assignment]  # fewer of them
+        elif spec.is_fp8 or not (q_descale is None and k_descale is None and v_descale is None):
             check_scale(spec, descales)
         scores = None
         if self._scores or not (
@@ -303,7 +324,10 @@ class Attention:
         scale = spec.softmax_scale
         if scale is None:
             scale = spec.head_dim**-0.5
-        out, lse, *sides = _run(
+        into = None
+        if out is not None:
+            into = in_place.heads_first(out, spec.layout, spec.layout == "thd", wanted)
+        made, lse, *sides = _run(
             key,
             q,
             k,
@@ -315,7 +339,7 @@ class Attention:
             softcap=spec.softcap,
             dropout_p=p,
             dropout_seed=dropout_seed,
-            descales=descales if spec.is_fp8 else (),
+            descales=descales if spec.is_fp8 or spec.is_quantized else (),
             scores=scores,
             masks=masks,
             aux=aux,
@@ -325,8 +349,10 @@ class Attention:
             starts=starts,
             block_map=tiles,
             partial=partial,
+            out=into,
         )
-        return given.results(out, lse, sides, return_lse, wanted)
+        results = given.results(made, lse, sides, return_lse, wanted)
+        return results if out is None else in_place.results(out, results, return_lse)
 
     def explain(
         self,
@@ -342,9 +368,13 @@ class Attention:
         batch row may be."""
         count = None
         if self.spec.paged:
-            paged.check_fields(self.spec, block_table, block_table)
+            given = block_table if self.spec.packs_queries else None  # whatever they are
+            paged.check_fields(self.spec, block_table, block_table, given)
             k, v = paged.heads_first(k, v)
             q = q.transpose(1, 2) if self.spec.layout == "bshd" else q
+            if self.spec.packs_queries:
+                assert block_table is not None  # see check_fields
+                q, count = paged.queries_first(q), block_table.shape[0]
         elif self.spec.layout == "bshd":
             q, k, v = heads_first(q, k, v)
         elif self.spec.is_packed:
@@ -374,6 +404,7 @@ class Attention:
         return f"attngen.compile({self.spec.key})"
 
 
+@repeated
 def attention(
     q: Tensor,
     k: Tensor,
@@ -421,13 +452,15 @@ def attention(
     batch_start: int = 0,
     head_start: int = 0,
     partial: bool = False,
+    out: Tensor | None = None,
     **tensors: Any,
 ) -> Any:
     """Attention as a function: derives the spec from the tensors and the options, and caches it.
 
     Options are those of `AttentionSpec`, call arguments those of `Attention.__call__`. Under
     autocast, q, k and v are cast to its dtype, unless they are FP8. The descales of those say what
-    the spec's fp8_scale is; a tensor that acts on scores, or tells which keys a query sees, turns
+    the spec's fp8_scale is, and k and v of 8 bits beside a q of 16, with their descales, its
+    kv_dtype and kv_scale; a tensor that acts on scores, or tells which keys a query sees, turns
     its spec field on; cu_seqlens_q and cu_seqlens_k make the layout "thd". Jagged nested tensors,
     (batch, heads, seqlen, dim) or of layout "bshd", are packed sequences, too, and so are their
     results; k and v share offsets. score_mod and mask_mod are read anew in each call, with the
@@ -456,12 +489,16 @@ def attention(
         is_packed=is_packed or (not has_lengths and are_jagged(q, k, v)),
     )
     q, k, v = given.q, given.k, given.v
-    if given.sequences is not None:
+    if given.sequences is not None or given.packs_queries:
         layout = "thd"
     name = compute_dtype(q)
-    check_call(q, k, v, None, None, name, is_paged=block_table is not None)
+    kv_dtype, kv_scale = kv_cache.dtype_of(name, k, v), None
+    check_call(q, k, v, None, None, name, is_paged=block_table is not None, kv_dtype=kv_dtype)
     descales, fp8_scale = (q_descale, k_descale, v_descale), None
-    if name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
+    if kv_dtype is not None:
+        kv_scale = kv_cache.scale_of(kv_dtype, *descales)
+        descales = descales[1:]  # type: ignore[assignment]  # fewer of them
+    elif name in FP8_DTYPES or not (q_descale is None and k_descale is None and v_descale is None):
         fp8_scale = scale_kind(name, descales)
     scores = None
     if not (attn_mask is None and bias is None and alibi_slopes is None and sinks is None):
@@ -522,6 +559,8 @@ def attention(
             *_LENGTH_FIELDS[len(given.lengths)],
             *mapped,
         ),
+        kv_dtype,
+        kv_scale,
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),
     )
     if texts is not None:
@@ -530,7 +569,10 @@ def attention(
     wanted = _NONE if return_aux is _NONE else tuple(return_aux)
     if wanted:
         key = _key_with_aux(key, wanted)
-    out, lse, *sides = _run(
+    into = None
+    if out is not None:
+        into = in_place.heads_first(out, layout, layout == "thd", wanted)
+    made, lse, *sides = _run(
         key,
         q,
         k,
@@ -542,7 +584,7 @@ def attention(
         softcap=softcap,
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
-        descales=descales if fp8_scale else (),
+        descales=descales if fp8_scale or kv_scale else (),
         scores=scores,
         masks=masks,
         aux=aux,
@@ -552,26 +594,10 @@ def attention(
         starts=(batch_start, head_start),
         block_map=tiles,
         partial=partial,
+        out=into,
     )
-    return given.results(out, lse, sides, return_lse, wanted)
-
-
-def default_numbers(spec: AttentionSpec) -> tuple[tuple[float, ...], tuple[int, ...]] | None:
-    """The op's `scalars` and `ints` of a call with q, k and v alone, as it gets them; None where
-    calls take more, or a scale that is not positive changes q."""
-    scale = spec.head_dim**-0.5 if spec.softmax_scale is None else float(spec.softmax_scale)
-    if scale <= 0 or spec.tensor_args or spec.aux or spec.layout != "bhsd":
-        return None
-    left, right = spec.window or (None, None)
-    scalars = {"softmax_scale": scale, "softcap": spec.softcap}
-    ints = {"partial": 0, "window_left": left, "window_right": right, "chunk": spec.chunk}
-    ints |= dict.fromkeys(("q_start", "k_start", "batch_start", "head_start"), 0)
-    ints |= {"q_step": 1, "k_step": 1, "seqlen_q_total": -1, "seqlen_k_total": -1}
-    ints["bottom_right"] = int(spec.causal != "top_left")
-    return (
-        tuple(float(scalars[name] or 0) for name in spec.scalar_args),
-        tuple(int(ints[name] or 0) for name in spec.int_args),
-    )
+    results = given.results(made, lse, sides, return_lse, wanted)
+    return results if out is None else in_place.results(out, results, return_lse)
 
 
 def reload() -> None:
@@ -621,6 +647,8 @@ def _cached_text_key(
     fp8_scale: str | None,
     scores: tuple[str, ...],
     masks: tuple[str, ...],
+    kv_dtype: str | None = None,
+    kv_scale: str | None = None,
     score_mod: str | None = None,
     mask_mod: str | None = None,
 ) -> str:
@@ -639,6 +667,8 @@ def _cached_text_key(
         deterministic=deterministic,
         batch_invariant=batch_invariant,
         fp8_scale=fp8_scale,
+        kv_dtype=kv_dtype,
+        kv_scale=kv_scale,
         score_mod=score_mod,
         mask_mod=mask_mod,
         **dict.fromkeys((*scores, *masks), True),  # type: ignore[arg-type]  # names of bool fields
@@ -669,6 +699,7 @@ def _run(
     starts: tuple[int, int],
     block_map: Tensor | None,
     partial: bool,
+    out: Tensor | None = None,
 ) -> Sequence[Tensor]:
     """Put a checked call into the op's lists, in the order of spec.scalar_args and int_args."""
     compiling = torch.compiler.is_compiling()
@@ -734,6 +765,8 @@ def _run(
     if aux is not None:
         extra.extend(aux)
     extra.extend(descales)
+    if out is not None:
+        return out, in_place.forward(key, q, k, v, out, extra, scalars, ints)
     if compiling:
         return torch.ops.attngen.fwd(key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     try:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import interpreter
+from attngen import interpreter, kv_cache
 from attngen.checks import check_kinds
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
 from attngen.kernel import load, run, write
@@ -19,6 +19,7 @@ from attngen.memory import empty_bshd
 from attngen.paged import check_page_size
 from attngen.render import TEXT_VERSION, environment
 from attngen.resolve import device_index_of
+from attngen.spec import KV_DTYPES, AttentionSpec
 from attngen.values import flag
 from attngen.workload import ceil_pow2
 
@@ -26,7 +27,7 @@ _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _LIBRARY.define(
     "append_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q,"
     " Tensor? positions, Tensor? slots, Tensor? block_table, Tensor? cos, Tensor? sin,"
-    " bool is_paged, bool interleaved) -> Tensor"
+    " bool is_paged, bool interleaved, Tensor? k_descale=None, Tensor? v_descale=None) -> Tensor"
 )
 
 
@@ -42,6 +43,10 @@ class AppendSpec:
     rotary: bool
     is_interleaved: bool
     rotates_q: bool
+    stored: str | None = None
+    """The 8-bit dtype of a quantised cache."""
+    scale: str | None = None
+    """And what shares a scale there, as `AttentionSpec.kv_scale`."""
 
     @property
     def has_table(self) -> bool:
@@ -66,6 +71,7 @@ class AppendSpec:
         if self.head_dim_v != self.head_dim:
             dims += f"/{self.head_dim_v}"
         traits = [where, dims]
+        traits += [f"to {self.stored} by {self.scale}"] if self.stored else []
         if self.rotary:
             kind = "interleaved" if self.is_interleaved else "half-split"
             traits.append(f"{kind} rotary of k{' and q' if self.rotates_q else ''}")
@@ -85,6 +91,8 @@ def append_kv(
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     interleaved: bool = False,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
     layout: str = "bhsd",
 ) -> Tensor | None:
     """Write new keys and values into a cache, in place, by one kernel; rotate k and q if asked.
@@ -109,6 +117,9 @@ def append_kv(
         cos, sin: (max_positions, angles), float, contiguous: rotary embedding of the first 2 *
             angles columns. Tokens at positions behind the last are not rotated.
         interleaved: pairs are columns 2n and 2n + 1, else n and n + angles.
+        k_descale, v_descale: of caches of float8_e4m3fn or int8, float32, as `attention` takes
+            them, of the same shapes. What is written is divided by them, rounded to the nearest,
+            and clamped; they are read, not written.
         layout: "bhsd" or "bshd".
 
     Returns:
@@ -119,8 +130,9 @@ def append_kv(
         UnsupportedSpecError: a tensor that requires grad.
     """
     named = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache}
+    descales = (k_descale, v_descale)
     others = {"positions": positions, "slots": slots, "block_table": block_table, "q": q}
-    others |= {"cos": cos, "sin": sin}
+    others |= {"cos": cos, "sin": sin, "k_descale": k_descale, "v_descale": v_descale}
     check_kinds(named | {name: x for name, x in others.items() if x is not None})
     if layout not in ("bhsd", "bshd"):
         raise SpecError(f'layout must be "bhsd" or "bshd", got {layout!r}')
@@ -135,7 +147,7 @@ def append_kv(
     if is_paged or layout == "bshd":
         k_cache, v_cache = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
     tensors = (k, v, k_cache, v_cache, q, positions, slots, block_table, cos, sin)
-    rotated: Tensor = torch.ops.attngen.append_kv(*tensors, is_paged, interleaved)
+    rotated: Tensor = torch.ops.attngen.append_kv(*tensors, is_paged, interleaved, *descales)
     if q is None:
         return None
     return rotated.transpose(1, 2) if layout == "bshd" else rotated
@@ -169,7 +181,7 @@ def _check(
                 f"{name}_cache does not fit {name}: shapes {tuple(cache.shape)} and "
                 f"{tuple(x.shape)}, heads first"
             )
-        if cache.dtype != x.dtype:
+        if cache.dtype != x.dtype and str(cache.dtype).removeprefix("torch.") not in KV_DTYPES:
             raise DtypeError(f"{name}_cache is {cache.dtype}, but {name} is {x.dtype}; cast {name}")
         if cache.stride(3) != 1:
             raise SpecError(f"{name}_cache must have a last stride of 1, got {cache.stride()}")
@@ -222,6 +234,36 @@ def _check(
         )
 
 
+def _check_descales(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_descale: Tensor | None,
+    v_descale: Tensor | None,
+    is_paged: bool,
+) -> tuple[str | None, str | None]:
+    """The dtype and the kv_scale of a quantised cache, (None, None) of another."""
+    stored = str(k_cache.dtype).removeprefix("torch.")
+    if stored not in KV_DTYPES:
+        if k_descale is not None or v_descale is not None:
+            raise SpecError(
+                f"k_descale and v_descale belong to caches of float8_e4m3fn or int8, got {stored}; "
+                "leave them out"
+            )
+        return None, None
+    if v_cache.dtype != k_cache.dtype:
+        raise DtypeError(f"k_cache is {stored}, but v_cache is {v_cache.dtype}; they must agree")
+    scale = kv_cache.scale_of(stored, None, k_descale, v_descale)
+    spec = AttentionSpec(head_dim=16, kv_dtype=stored, kv_scale=scale, paged=is_paged)
+    shape = kv_cache.descale_shape(spec, k_cache)
+    for name, x in (("k_descale", k_descale), ("v_descale", v_descale)):
+        if x is None or tuple(x.shape) != shape or x.dtype != torch.float32:
+            got = None if x is None else f"{x.dtype} {tuple(x.shape)}"
+            raise SpecError(f"{name} must be float32 of shape {shape}, as the caches', got {got}")
+        if x.device != k_cache.device:
+            raise SpecError(f"{name} is on {x.device} but k_cache is on {k_cache.device}; move it")
+    return stored, scale
+
+
 def _check_ints(name: str, x: Tensor | None, shapes: tuple[tuple[int, ...], ...]) -> None:
     if x is None:
         return
@@ -246,11 +288,14 @@ def _append(
     sin: Tensor | None,
     is_paged: bool,
     interleaved: bool,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
 ) -> Tensor:
     """`attngen::append_kv`."""
     table = None if slots is not None else block_table
     tables = (positions, slots, table, cos, sin)
     _check(k, v, k_cache, v_cache, q, *tables, is_paged)
+    stored, scale = _check_descales(k_cache, v_cache, k_descale, v_descale, is_paged)
     out = k.new_empty(0) if q is None else _like(q)
     if k.numel() == 0:
         return out
@@ -265,6 +310,8 @@ def _append(
         cos is not None,
         interleaved and cos is not None,
         q is not None,
+        stored,
+        scale,
     )
     device = device_index_of(k)
     module = _module(spec, device is None)
@@ -275,6 +322,8 @@ def _append(
     named = {name: x for name, x in zip(names, tables, strict=True) if x is not None}
     if not has_positions:
         named.pop("positions", None)
+    if k_descale is not None and v_descale is not None:
+        named |= {"k_descale": k_descale, "v_descale": v_descale}
     run(module.plan(*tensors, **named), device)
     return out
 
@@ -301,6 +350,7 @@ def _file_name(spec: AppendSpec) -> str:
     traits += [] if spec.head_dim_v == spec.head_dim else [f"v{spec.head_dim_v}"]
     traits += ["slots"] if spec.has_slots else ["paged"] if spec.is_paged else []
     traits += ["rotary"] if spec.rotary else []
+    traits += [f"{spec.stored}_by_{spec.scale}"] if spec.stored else []
     digest = hashlib.sha256(source(spec).encode()).hexdigest()[:8]
     return f"append__{'_'.join(traits)}__{digest}.py"
 

@@ -123,6 +123,8 @@ def bench(
                 "tune` times it"
             ]
         )
+    if spec.is_quantized:
+        raise UnsupportedSpecError(["bench of kv_dtype is not built yet; `attngen tune` times it"])
     if spec.has_lengths:
         raise UnsupportedSpecError(
             ["bench of key_lengths and paged is not built yet; `attngen tune` times it"]

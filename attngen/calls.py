@@ -9,21 +9,29 @@ as such views.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attngen import interpreter, paged
+from attngen import counters, interpreter, kv_cache, paged
 from attngen.block_map import check_lists
-from attngen.checks import check_descales, check_tensors
-from attngen.decode import DecodeConfig, forward_direction, partial_shape, row_tiles, split_count
+from attngen.checks import check_descales, check_out, check_tensors
+from attngen.decode import (
+    DecodeConfig,
+    counter_count,
+    forward_direction,
+    partial_shape,
+    row_tiles,
+    split_count,
+)
 from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
 from attngen.identity import parsed
-from attngen.kernel import Tensors
+from attngen.kernel import Prepared, Tensors
 from attngen.masks import document_scratch
 from attngen.memory import (
     Memory,
@@ -50,6 +58,13 @@ from attngen.values import MAX_POSITION
 from attngen.workload import Direction, Workload, bucket, in_chunk, packed_workload
 
 
+class Counters(Memory):
+    """Counters of a kernel, which are not allocated for each call; the last thing it takes."""
+
+    def make(self, like: Tensor) -> Tensor:
+        return counters.zeros(like, self.shape[0])
+
+
 class Call(NamedTuple):
     """What is remembered for a layout."""
 
@@ -63,6 +78,42 @@ class Call(NamedTuple):
     """Set if `extra` must be placed first, as kernels take it: the spec."""
     sequences: AttentionSpec | None = None
     """Set if the values of offsets must be looked at, on the CPU: the spec."""
+
+    def repeat(self, tensors: list[Tensor | None]) -> bool:
+        """Launch for tensors that have the addresses of those that kernels take; False if these
+        must have their shapes, too."""
+        if not isinstance(self.run, Prepared):
+            return False
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            return self.run.repeat(tensors)
+        with torch.cuda.device(self.device):
+            return self.run.repeat(tensors)
+
+    def launch(self, tensors: Tensors, count: int) -> None:
+        """Launch for tensors as kernels take them, of which `count` are results and scratch."""
+        if self.device is None and self.sequences is not None:
+            extra = tensors[3 + count :]
+            q: Tensor = tensors[0]  # type: ignore[assignment]  # never None
+            k: Tensor = tensors[1]  # type: ignore[assignment]  # never None
+            if self.sequences.has_lengths:
+                paged.check_values(self.sequences, q.shape[2], k, extra)
+            else:
+                check_values(packed_of(self.sequences, extra), q.shape[2], k.shape[2])
+        if self.device is None or self.device == torch._C._cuda_getDevice():
+            self.run(tensors)
+        else:
+            with torch.cuda.device(self.device):
+                self.run(tensors)
+
+
+class Launched(NamedTuple):
+    """A call of a layout that was remembered, as it was launched."""
+
+    text_key: str
+    call: Call
+    inputs: Tensors
+    made: list[Tensor]
+    extra: Sequence[Tensor | None]
 
 
 _CALLS: dict[tuple[Any, ...], Call] = {}
@@ -100,56 +151,65 @@ def forward(
     extra: Sequence[Tensor | None],
     scalars: Sequence[float],
     ints: Sequence[int],
+    out: Tensor | None = None,
 ) -> list[Tensor]:
-    """[out, lse] of `attngen::fwd`, and the side outputs of its spec."""
+    """[out, lse] of `attngen::fwd`, and the side outputs of its spec; into `out` if it is given."""
     inputs: Tensors = (q, k, v)
     text_key = key_of(text_key, q, k, v)
     at = layout_of(text_key, (*inputs, *extra), scalars, ints)
+    if out is not None:
+        at = (*at, "out", out.shape, out.stride(), out.dtype, out.device)
     call = _CALLS.get(at)
-    if call is None or _is_off(*inputs, *extra):
+    is_known = call is not None
+    if call is None or _is_off(*inputs, *extra, out):
+        is_known = False
         spec = checked_spec(text_key, q, k, v, extra)
         batch, heads, seqlen_q, _ = q.shape
-        out = bshd(q, v.shape[3], torch.float32 if ints[0] else getattr(torch, spec.out_dtype))
+        dtype = torch.float32 if ints[0] else getattr(torch, spec.out_dtype)
+        result = bshd(q, v.shape[3], dtype)
+        if out is not None:
+            check_out(out, result.shape, dtype, q)
+            result = Memory(result.shape, out.stride(), dtype)
         lse = float32(batch, heads, seqlen_q)
         if _is_nothing(spec, q, v, extra):
             return [
-                out.make(q).zero_(),
+                (result.make(q) if out is None else out).zero_(),
                 lse.make(q).fill_(float("-inf")),
                 *no_side_outputs(spec, extra, q, k),
             ]
         inputs = tiles = (aligned(q), aligned(k), aligned(v))
         also = at if _are_same(inputs, (q, k, v)) else None
         extra = placed(spec, extra, q, k)
-        results = [out, lse, *side_memory(spec.aux, q, k)]
+        results = [result, lse, *side_memory(spec.aux, q, k)]
         family = forward_direction(spec, seqlen_q)
-        call = _settled(family, text_key, inputs, tiles, extra, scalars, ints, results, also)
+        buffers: tuple[str, ...] = ()
+        call = _settled(
+            family, text_key, inputs, tiles, extra, scalars, ints, results, also, buffers, out
+        )
     elif call.places is not None:
         extra = placed(call.places, extra, q, k)
-    made = launch(call, inputs, extra)
+    made = launch(call, inputs, extra, out)
+    seen = getattr(_WATCHED, "seen", None)
+    if is_known and seen is not None:
+        seen.append(Launched(text_key, call, inputs, made, extra))
     if not call.aux:
         return made[:2]
     first = None if call.sequences is None else packed_of(call.sequences, extra).cu_seqlens_q
     return [*made[:2], *side_outputs(call.aux, made[2:], first)]
 
 
-def again(
-    text_key: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scalars: Sequence[float],
-    ints: Sequence[int],
-) -> list[Tensor] | None:
-    """[out, lse] of a layout that is known, and of a spec without further tensors; else None."""
-    inputs = (q, k, v)
+_WATCHED = threading.local()
+
+
+@contextmanager
+def watched() -> Iterator[list[Launched]]:
+    """To the list, what `forward` launches within, in this thread, of layouts it knew before."""
+    before = getattr(_WATCHED, "seen", None)
+    _WATCHED.seen = []
     try:
-        text_key = key_of(text_key, q, k, v)
-        call = _CALLS.get(layout_of(text_key, inputs, scalars, ints))
-    except (RuntimeError, TypeError, IndexError):  # no strides, sizes without a value, no dims
-        return None
-    if call is None or _is_off(*inputs):
-        return None
-    return launch(call, inputs, ())
+        yield _WATCHED.seen
+    finally:
+        _WATCHED.seen = before
 
 
 def backward(
@@ -256,6 +316,8 @@ def _is_nothing(spec: AttentionSpec, q: Tensor, v: Tensor, extra: Sequence[Tenso
     """Does no query see any key, by the shapes?"""
     if q.numel() == 0 or v.numel() == 0:
         return True
+    if spec.packs_queries:
+        return paged.num_seqs(spec, extra) == 0
     return spec.is_packed and packed_of(spec, extra).num_seqs == 0
 
 
@@ -340,13 +402,17 @@ def _settled(
     results: list[Memory],
     also: tuple[Any, ...] | None = None,
     buffers: tuple[str, ...] = (),
+    out: Tensor | None = None,
 ) -> Call:
     """The call of a layout that kernels can take; `tiles` are what descriptors must address.
 
     `also` is the layout as it was given, if `extra` alone had to be placed for this one: it is
-    remembered, too. `extra` ends with tensors that plan() takes as `buffers` names them.
+    remembered, too. `extra` ends with tensors that plan() takes as `buffers` names them. `out` is
+    the caller's tensor for the first result.
     """
     at = (*layout_of(text_key, (*inputs, *extra), scalars, ints), *buffers)
+    if out is not None:
+        at = (*at, "out", out.shape, out.stride(), out.dtype, out.device)
     spec = parsed(text_key)
     call = _CALLS.get(at)
     resets = _resets
@@ -368,6 +434,10 @@ def _settled(
     if spec.is_packed:
         count = packed_of(spec, extra).num_seqs
         sizes = packed_workload(count, heads, k.shape[1], seqlen_q, k.shape[2])
+    if spec.packs_queries:
+        count = paged.num_seqs(spec, extra)
+        sizes = packed_workload(count, heads, k.shape[1], seqlen_q, k.shape[2])
+        sizes = replace(sizes, seqlen_k=seqlen_k)
     place = bucket(direction, sizes, (left, right), batch_invariant=spec.batch_invariant)
     if spec.paged:
         place = replace(place, page_size=k.shape[2])
@@ -377,13 +447,17 @@ def _settled(
     is_hopper = kernel.config.lowering == "hopper"
     captured = is_hopper and _is_captured(device)
     mixed = is_hopper and any(x.dtype != q.dtype for x in tiles)  # the gradient of a partial out
-    if captured or mixed or (kernel is not resolved.by_pointer and not addressable(*tiles)):
+    addressed = tiles if out is None else (*tiles, out)
+    has_others = kernel is not resolved.by_pointer
+    if captured or mixed or (has_others and not addressable(*addressed)):
         kernel = resolved.by_pointer
     memory = [*results]
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
     if isinstance(kernel.config, DecodeConfig):
-        memory += partials(kernel.config, sizes, (left, right), dim_v, resolved.gpu.sm_count)
+        total = seqlen_q if spec.packs_queries else None
+        sms = resolved.gpu.sm_count
+        memory += partials(kernel.config, sizes, (left, right), dim_v, sms, total)
     if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
         memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
@@ -416,17 +490,23 @@ def partials(
     window: tuple[int | None, int | None],
     dim_v: int,
     sm_count: int,
+    total_q: int | None = None,
 ) -> list[Memory]:
-    """Scratch of a decode's splits; none if there is one."""
+    """Scratch of a decode's splits; none if there is one. `total_q` is of packed queries."""
     rows, group, seen = sizes.seqlen_q, sizes.group_size, sizes.seqlen_k
     left, right = window
     if left is not None and right is not None and not config.split_keys:
         seen = min(seen, left + right + rows)
-    programs = sizes.batch * sizes.num_heads_kv * row_tiles(config, rows, group)
-    splits = split_count(config, programs, seen, sm_count)
+    tiles = sizes.batch * row_tiles(config, rows, group)
+    total = sizes.batch * rows if total_q is None else total_q
+    splits = split_count(config, tiles * sizes.num_heads_kv, seen, sm_count)
     if splits == 1:
         return []
-    return [float32(*partial_shape(splits, sizes.batch * sizes.num_heads_q * rows, dim_v))]
+    if total_q is not None:
+        tiles = total_q * group // config.block_m + sizes.batch + 2
+    made = [float32(*partial_shape(splits, total * sizes.num_heads_q, dim_v))]
+    count = counter_count(config, tiles, sizes.num_heads_kv)
+    return [*made, Counters((count,), (1,), torch.int32)] if count else made
 
 
 def _is_captured(device: int | None) -> bool:
@@ -458,22 +538,16 @@ def numbers_of(
     return numbers
 
 
-def launch(call: Call, inputs: Tensors, extra: Sequence[Tensor | None]) -> list[Tensor]:
-    """Run a call's kernel on its device, into new memory."""
+def launch(
+    call: Call, inputs: Tensors, extra: Sequence[Tensor | None], out: Tensor | None = None
+) -> list[Tensor]:
+    """Run a call's kernel on its device, into new memory, and `out` if it is given."""
     like: Tensor = inputs[0]  # type: ignore[assignment]  # q, never None
-    if call.device is None and call.sequences is not None:
-        key: Tensor = inputs[1]  # type: ignore[assignment]  # never None
-        if call.sequences.has_lengths:
-            paged.check_values(call.sequences, key, extra)
-        else:
-            check_values(packed_of(call.sequences, extra), like.shape[2], key.shape[2])
-    made = [each.make(like) for each in call.memory]
-    tensors = (*inputs, *made, *extra)
-    if call.device is None or call.device == torch._C._cuda_getDevice():
-        call.run(tensors)
+    if out is None:
+        made = [each.make(like) for each in call.memory]
     else:
-        with torch.cuda.device(call.device):
-            call.run(tensors)
+        made = [out, *(each.make(like) for each in call.memory[1:])]
+    call.launch((*inputs, *made, *extra), len(inputs) - 3 + len(made))
     return made
 
 
@@ -483,11 +557,11 @@ def checked_spec(
     """Refuse what a kernel must never see; the spec of the rest."""
     spec = parsed(text_key)
     check_tensors(q, k, v, spec.head_dim, spec.head_dim_v, is_paged=spec.paged)
-    wanted = getattr(torch, spec.dtype)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != wanted:
+        wanted = spec.dtype if name == "q" or spec.kv_dtype is None else spec.kv_dtype
+        if x.dtype != getattr(torch, wanted):
             raise DtypeError(
-                f"{name} is {x.dtype} but the spec says dtype={spec.dtype}; cast it, or use a "
+                f"{name} is {x.dtype} but the spec says dtype={wanted}; cast it, or use a "
                 f"spec of that dtype"
             )
     if q.is_cpu and not interpreter.enabled():
@@ -497,6 +571,8 @@ def checked_spec(
         )
     if spec.fp8_scale is not None:
         check_descales(spec.fp8_scale, q, k, extra[-len(DESCALES) :])
+    if spec.is_quantized:
+        kv_cache.check_descales(spec, q, k, extra)
     if spec.is_packed:
         check_offsets(spec, q, extra)
     if spec.block_map:

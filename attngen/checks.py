@@ -405,20 +405,21 @@ def check_call(
     dtype: str,
     *,
     is_paged: bool = False,
+    kv_dtype: str | None = None,
 ) -> None:
     """Kinds, shapes, devices and dtypes; what passed once is not looked at again."""
     at = None
     if not torch.compiler.is_compiling():
         try:
             shapes, dtypes = (q.shape, k.shape, v.shape), (q.dtype, k.dtype, v.dtype)
-            dims = (head_dim, head_dim_v, dtype, is_paged)
+            dims = (head_dim, head_dim_v, dtype, is_paged, kv_dtype)
             at = (*shapes, *dtypes, q.device, k.device, v.device, *dims)
             if at in _PASSED and not torch.is_autocast_enabled(q.device.type):
                 return
         except (AttributeError, RuntimeError, TypeError):
             at = None  # no plain tensors, or sizes without a value
     check_tensors(q, k, v, head_dim, head_dim_v, is_paged=is_paged)
-    check_dtypes(q, k, v, dtype)
+    check_dtypes(q, k, v, dtype, kv_dtype)
     if at is None or _autocasts(q):
         return
     if len(_PASSED) >= _MAX_PASSED:
@@ -484,8 +485,45 @@ def check_tensors(
             )
 
 
-def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str) -> None:
-    """One dtype, the spec's; under autocast the op casts."""
+def check_out(out: Tensor, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> None:
+    """Can kernels write a caller's out, a (batch, heads, seqlen, dim) view?"""
+    if tuple(out.shape) != tuple(shape):
+        raise SpecError(
+            f"out must have shape {tuple(shape)} (batch, heads, seqlen, dim), got "
+            f"{tuple(out.shape)}; make it with q's sizes and v's last dim"
+        )
+    if out.dtype != dtype:
+        raise DtypeError(f"out must be {dtype}, got {out.dtype}; make it of that dtype")
+    if out.device != q.device:
+        raise SpecError(f"out is on {out.device} but q is on {q.device}; make it there")
+    if out.shape[3] > 1 and out.stride(3) != 1:
+        raise SpecError(
+            f"out must have a last stride of 1, got strides {out.stride()}; make it with "
+            "torch.empty"
+        )
+    extent = 1
+    for stride, size in sorted(zip(out.stride(), out.shape, strict=True)):
+        if size > 1 and stride < extent:
+            raise SpecError(
+                f"out must have one place for each element, got shape {tuple(out.shape)} with "
+                f"strides {out.stride()}; make it with torch.empty"
+            )
+        extent = max(extent, stride * size)
+    if out.data_ptr() % 16:
+        raise SpecError("out must begin at a multiple of 16 bytes; make it with torch.empty")
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor, dtype: str, kv_dtype: str | None = None) -> None:
+    """One dtype, the spec's; under autocast the op casts. Of a quantised cache, two."""
+    if kv_dtype is not None:
+        stored = getattr(torch, kv_dtype)
+        is_cast_here = _autocasts(q) and is_cast(q.dtype)
+        if k.dtype == v.dtype == stored and (is_cast_here or q.dtype == getattr(torch, dtype)):
+            return
+        raise DtypeError(
+            f"q must be {dtype}, and k and v {kv_dtype}, got {q.dtype}, {k.dtype}, {v.dtype}; cast "
+            "q, quantise k and v, or compile a spec of those dtypes"
+        )
     given = (q.dtype, k.dtype, v.dtype)
     if _autocasts(q) and not any(str(x).endswith(FP8_DTYPES) for x in (dtype, *given)):
         return

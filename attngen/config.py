@@ -246,6 +246,8 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
         return hopper.infeasible(spec, config, gpu)
     if isinstance(config, DecodeConfig):
         return decode.infeasible(spec, config, gpu)
+    if spec.is_quantized:
+        return [f"quantised caches have no kernels of direction {config.direction}"]
     if spec.has_lengths:
         return [f"keys of several lengths have no kernels of direction {config.direction}"]
     why = []

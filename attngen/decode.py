@@ -27,6 +27,8 @@ gives_way = False
 """Set while a forward config is pinned (`attngen.pinned`): only what needs decode runs it."""
 _MIN_BLOCK, _MAX_BLOCK = 16, 256
 _REGISTERS = 255
+_ROWS_OF_LAST = 8
+"""Rows that the last split merges, one after the other, in less time than a launch takes."""
 _ENOUGH = 0.95
 """Of the best occupation of the last wave: fewer splits that reach it are better."""
 
@@ -48,6 +50,8 @@ class DecodeConfig(NamedFields):
     """How many programs splits are to give each SM."""
     split_keys: int = 0
     """Keys of a split, whatever the sizes; 0: as programs_per_sm has it, which is unused else."""
+    merge: Literal["kernel", "last"] = "kernel"
+    """Splits are merged by a second kernel, or by the last one that is done with its rows."""
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -56,7 +60,7 @@ class DecodeConfig(NamedFields):
 
 def serves(spec: AttentionSpec, seqlen_q: int) -> bool:
     """Does decode serve a forward of so many query rows?"""
-    if spec.has_lengths or spec.shared_kv:
+    if spec.has_lengths or spec.shared_kv or spec.is_quantized:
         return True
     return seqlen_q <= MAX_ROWS and not gives_way and not undecoded(spec)
 
@@ -107,6 +111,11 @@ def partial_shape(splits: int, rows: int, dim_v: int) -> tuple[int, int]:
     return splits, rows * (dim_v + 2)
 
 
+def counter_count(config: DecodeConfig, tiles: int, num_heads_kv: int) -> int:
+    """How many counters several splits need, of tiles of rows of each head."""
+    return tiles * num_heads_kv if config.merge == "last" else 0
+
+
 def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -> tuple[int, int]:
     """(bytes of shared memory, registers a thread for accumulators and scores), by a formula.
 
@@ -118,8 +127,8 @@ def footprint(spec: AttentionSpec, config: DecodeConfig, capability: int = 90) -
     columns = d if spec.shared_kv else d + dv
     buffers = max(1, config.num_stages - 1)
     if m >= 64 and not spec.is_exact and capability >= 90:
-        buffers = max(min(2, config.num_stages), config.num_stages - spec.paged)
-    shared = m * d * size + buffers * n * columns * size
+        buffers = config.num_stages
+    shared = m * d * size + buffers * n * columns * (1 if spec.is_quantized else size)
     registers = (m * dv + m * n) // (32 * config.num_warps)
     return shared, registers
 
@@ -139,6 +148,8 @@ def infeasible(spec: AttentionSpec, config: DecodeConfig, gpu: GpuInfo) -> list[
         why.append(f"programs_per_sm={config.programs_per_sm} must be from 1 to 32")
     if config.split_keys < 0 or (config.split_keys and config.split_keys % config.block_n):
         why.append(f"split_keys={config.split_keys} must be a multiple of block_n={config.block_n}")
+    if config.merge not in ("kernel", "last"):
+        why.append(f'merge={config.merge} must be "kernel" or "last"')
     if spec.batch_invariant and not config.split_keys:
         why.append("split_keys=0 makes splits of other sizes in other batches: batch_invariant")
     if why or gpu.is_interpreter:
@@ -167,10 +178,12 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
     split_keys = INVARIANT_KEYS if spec.batch_invariant else 0
     wide, long = max(spec.head_dim, spec.head_dim_v) > 128, bucket.seqlen_k > 1024
     # On an H200, bfloat16, D 128, 1 to 128 sequences of 512 to 65536 keys: 0.98 of the best in the
-    # mean. Pages take a stage for the table, and more programs.
+    # mean. Pages, whose addresses take registers, are best in smaller tiles.
     sizes = [(64, 4, 3, 2), (64, 4, 2, 2), (32, 4, 2, 2), (16, 4, 1, 2)]
-    if spec.paged:
-        sizes = [(64, 4, 4, 4), *sizes]
+    if spec.is_quantized:
+        sizes = [_of_quantized(spec, bucket.page_size), *sizes]
+    elif spec.paged:
+        sizes = [(64, 4, 4, 2), *sizes]
     elif long and not wide:
         sizes = [(128, 8 if block_m == _MIN_BLOCK else 4, 3, 1), *sizes]
     if spec.shared_kv and wide:
@@ -188,7 +201,19 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
             num_stages=stages,
             programs_per_sm=1 if split_keys else programs,
             split_keys=split_keys,
+            merge="last" if 0 < rows <= _ROWS_OF_LAST else "kernel",
         )
+
+
+def _of_quantized(spec: AttentionSpec, page_size: int) -> tuple[int, int, int, int]:
+    """The same of a quantised cache, D 128: fewer warps where each key's scale passes between
+    them."""
+    by_page = spec.kv_scale == "head" and spec.paged
+    if by_page and page_size >= 128 or spec.kv_scale == "key" and not spec.paged:
+        return (128, 4, 3, 2)
+    if spec.kv_scale == "key" or (by_page and page_size < 64):
+        return (64, 2, 3, 4)
+    return (64, 4, 3, 4)
 
 
 def axes(spec: AttentionSpec, bucket: Bucket) -> dict[str, tuple[Any, ...]]:
@@ -202,6 +227,7 @@ def axes(spec: AttentionSpec, bucket: Bucket) -> dict[str, tuple[Any, ...]]:
         "num_warps": (2, 4, 8),
         "num_stages": (1, 2, 3, 4, 5),
         "programs_per_sm": (1,) if spec.batch_invariant else (1, 2, 3, 4, 6, 8),
+        "merge": ("kernel", "last"),
         "split_keys": (256, 512, 1024, 2048) if spec.batch_invariant else (0,),
     }
 

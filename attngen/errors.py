@@ -8,6 +8,7 @@ AttngenError
 ├── NoFeasibleConfigError          no tile fits the GPU: lists what was tried
 ├── StoreError                     the tuning database cannot be read or written
 │   └── DamagedStoreError          its file is none, or no longer one
+├── RankError                      another rank of a distributed call failed, or answers no more
 └── TuningError                    a tuning run cannot start or produced no winner
 
 Every message says what was wrong, the value, what is allowed and the next step.
@@ -56,6 +57,10 @@ class StoreError(AttngenError):
 
 class DamagedStoreError(StoreError):
     """A file is no SQLite database, or a damaged one."""
+
+
+class RankError(AttngenError):
+    """Another rank of a distributed call failed, or answers no more."""
 
 
 class TuningError(AttngenError):

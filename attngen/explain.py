@@ -121,7 +121,7 @@ def explain_workload(
     where = gpu or current()
     choices = []
     for direction in directions:
-        if direction == "bwd" and spec.has_lengths:  # has none
+        if direction == "bwd" and (spec.has_lengths or spec.is_quantized):  # has none
             continue
         text = spec.served_as(direction).text
         at = spec_bucket(family(direction, text, workload.seqlen_q), spec, workload)
@@ -150,6 +150,8 @@ def explain_call(
     if num_seqs is not None:
         sizes = (q.shape[1], k.shape[1], q.shape[2], k.shape[2])
         workload = packed_workload(num_seqs, *sizes)
+        if spec.packs_queries:
+            workload = replace(workload, seqlen_k=keys)
     where = device_info(device_index_of(q))
     page_size = k.shape[2] if spec.paged else 0
     made = explain_workload(spec, workload, gpu=where, page_size=page_size)

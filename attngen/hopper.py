@@ -150,6 +150,8 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
         why.append(f"lowering=hopper has no {'paged' if spec.paged else 'key_lengths'}")
     if spec.shared_kv:
         why.append("lowering=hopper has no shared_kv")
+    if spec.is_quantized:
+        why.append("lowering=hopper has no kv_dtype")
     why += [
         f"lowering=hopper has no {name}"
         for name in (

@@ -24,7 +24,7 @@ def parsed(text_key: str) -> AttentionSpec:
 
 def record_key(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> RecordKey:
     """The key under which the tuner stores, and the look-up seeks, a record."""
-    text = spec.text_of(bucket.direction)
+    text = spec.tuned.text_of(bucket.direction)
     return RecordKey(
         text_key=text.text_key,
         template_hash=template_hash(text, bucket.direction, gpu.arch),

@@ -9,6 +9,7 @@ import os
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
@@ -42,10 +43,11 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
             ("prefix", spec.prefix_lm),
             ("documents", spec.documents),
             ("tree", spec.tree_mask),
-            ("packed", spec.is_packed),
+            ("packed", spec.layout == "thd"),
             ("paged", spec.paged),
             ("lengths", spec.key_lengths),
             ("shared", spec.shared_kv),
+            (f"kv_{spec.kv_dtype}_by_{spec.kv_scale}", spec.is_quantized),
             ("softcap", spec.has_softcap),
             ("mask", spec.attn_mask),
             ("bias", spec.bias),
@@ -243,6 +245,16 @@ class Prepared:
                 self._bound(tensors)
         except Exception as error:
             raise explained(error, self._kernel.path, self._kernel.spec) from error
+
+    def repeat(self, tensors: Sequence[Tensor | None]) -> bool:
+        """The same for tensors of which the addresses alone are those; False if it needs more."""
+        if self._bound is None or not may_bind() or self._kernel.interpret:
+            return False
+        try:
+            self._bound(tensors)
+        except Exception as error:
+            raise explained(error, self._kernel.path, self._kernel.spec) from error
+        return True
 
     def _split(self, tensors: Tensors) -> tuple[Tensors, dict[str, Any]]:
         """Those that plan() takes by position, and those by keyword."""

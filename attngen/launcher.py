@@ -11,6 +11,7 @@ been checked go the ordinary way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,15 +37,17 @@ class _Descriptor:
 class _Open(NamedTuple):
     """One launch with its tensors left open."""
 
-    compiled: Any
-    grid: tuple[int, int, int]
+    run: Any
     arguments: list[Any]
+    """Of `run`: what Triton's launcher takes, then what the kernel takes."""
     pointers: list[tuple[int, int]]
     """(position among the arguments, number of the tensor)."""
     descriptors: list[tuple[int, int, _Descriptor]]
     """The same, and the shape and strides."""
 
 
+_STREAM = 3
+"""Its place among what a launcher takes."""
 _IN_GRAPHS: list[Tensor] = []
 """Tensors of plans that CUDA graphs have captured: nobody tells when such a graph is gone."""
 
@@ -60,28 +63,20 @@ class Bound:
         self._device = device
         self._made = [x for each in launches for x in each.arguments if isinstance(x, Tensor)]
 
-    def __call__(self, tensors: tuple[Tensor | None, ...]) -> None:
+    def __call__(self, tensors: Sequence[Tensor | None]) -> None:
         """Launch on the current stream. Pointers are multiples of 16 bytes."""
         if self._made and torch.cuda.is_current_stream_capturing():
             _IN_GRAPHS.extend(self._made)
         stream = torch._C._cuda_getCurrentRawStream(self._device)
         addresses = [0 if x is None else x.data_ptr() for x in tensors]
-        for compiled, grid, template, pointers, descriptors in self._launches:
+        for run, template, pointers, descriptors in self._launches:
             arguments = template.copy()
+            arguments[_STREAM] = stream
             for at, which in pointers:
                 arguments[at] = addresses[which]
             for at, which, like in descriptors:
                 arguments[at] = _Descriptor(tensors[which], like)
-            compiled.run(
-                *grid,
-                stream,
-                compiled.function,
-                compiled.packed_metadata,
-                None,
-                None,
-                None,
-                *arguments,
-            )
+            run(*arguments)
 
 
 def may_bind() -> bool:
@@ -112,9 +107,11 @@ def bind(plan: list[Any], tensors: tuple[Tensor | None, ...]) -> Bound:
     for kernel, grid, arguments, constants in plan:
         compiled = kernel[grid](*arguments, **constants)
         # constants are passed to a compiled kernel too, and ignored
-        template = [*arguments, *(constants[p.name] for p in kernel.params[len(arguments) :])]
+        run, front = _front(compiled, grid)
+        rest = (constants[p.name] for p in kernel.params[len(arguments) :])
+        template = [*front, *arguments, *rest]
         pointers, descriptors = [], []
-        for at, argument in enumerate(arguments):
+        for at, argument in enumerate(arguments, len(front)):
             base = getattr(argument, "base", argument)
             if not isinstance(base, Tensor):
                 continue
@@ -126,8 +123,21 @@ def bind(plan: list[Any], tensors: tuple[Tensor | None, ...]) -> Bound:
             else:
                 template[at] = None
                 descriptors.append((at, which[id(base)], _Descriptor(None, argument)))
-        launches.append(_Open(compiled, grid, template, pointers, descriptors))
+        launches.append(_Open(run, template, pointers, descriptors))
     return Bound(launches, torch.cuda.current_device())
+
+
+def _front(compiled: Any, grid: tuple[int, int, int]) -> tuple[Any, list[Any]]:
+    """What launches a compiled kernel, and what it takes before the kernel's arguments."""
+    hooks = (None, None, None)
+    run = compiled.run
+    sizes = [getattr(run, f"{name}_scratch_size", None) for name in ("global", "profile")]
+    if sizes != [0, 0]:
+        return run, [*grid, None, compiled.function, compiled.packed_metadata, *hooks]
+    # Triton's launcher in Python would only see that there is no scratch.
+    modes = (run.launch_cooperative_grid, run.launch_pdl)
+    front = [*grid, None, compiled.function, *modes, None, None, compiled.packed_metadata, *hooks]
+    return run.launch, front
 
 
 def _refuse_view(made: Tensor, stores: set[int], kernel: Any) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attngen import packed, paged
 from attngen.checks import Shard, heads_first
+from attngen.errors import SpecError
 from attngen.jagged import Jagged, are_jagged, jagged
 from attngen.masks import check_masks
 from attngen.spec import AUX
@@ -26,20 +27,27 @@ class Operands(NamedTuple):
     v: Tensor
     is_bshd: bool
     lengths: tuple[Tensor, ...] = ()
-    """seqused_k, and block_table if there is one."""
+    """cu_seqlens_q of packed queries over pages; seqused_k, and block_table if there is one."""
     sequences: packed.Packed | None = None
     nested: Jagged | None = None
 
     @property
+    def packs_queries(self) -> bool:
+        """Are queries packed, but keys in pages?"""
+        return len(self.lengths) > 2
+
+    @property
     def num_seqs(self) -> int | None:
         """How many packed sequences there are."""
+        if self.packs_queries:
+            return self.lengths[0].shape[0] - 1
         return None if self.sequences is None else self.sequences.num_seqs
 
     def checked_masks(self, given: Sequence[Any], totals: tuple[Any, Any]) -> dict[str, Tensor]:
         """prefix_lens, doc_ids_q, doc_ids_k and tree_mask as the op takes them; `totals` are the
         whole lengths that a shard names."""
         if self.lengths:
-            table = self.lengths[1] if len(self.lengths) > 1 else None
+            table = self.lengths[-1] if len(self.lengths) > 1 else None
             totals = (self.q.shape[2], paged.capacity(self.k, table))
         prefix_lens, doc_ids_q, doc_ids_k, tree_mask = given
         return check_masks(
@@ -58,7 +66,7 @@ class Operands(NamedTuple):
         names = in_order(return_aux)
         if self.is_bshd:
             out = out.transpose(1, 2)
-        elif self.sequences is not None:
+        elif self.sequences is not None or self.packs_queries:
             out, lse = packed.rows_first(out, lse)
             sides = packed.side_rows_first(names, sides)
         if self.nested is not None:
@@ -101,6 +109,13 @@ def operands(
         lengths = paged.lengths(seqused_k, block_table, cu_seqlens_q, cu_seqlens_k, seqused_q)
         paged.refuse_beside(shard, block_table, **by_key)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, None)
+        if len(lengths) > 2:
+            if layout == "bshd":
+                raise SpecError(
+                    'cu_seqlens_q with layout="bshd": packed queries have the layout "thd", q '
+                    "(total_q, heads, dim); leave layout out"
+                )
+            return Operands(paged.queries_first(q), *paged.heads_first(k, v), False, lengths)
     if is_packed:
         nested = None
         if not has_lengths and are_jagged(q, k, v):

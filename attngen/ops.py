@@ -109,34 +109,13 @@ def forward(
     ):
         sharding.meet(q, k, v)
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
-    if _have_tangents(q, k, v, *extra):
+    if have_tangents(q, k, v, *extra):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         refuse_gradients(parsed(text_key))
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]  # torch types none of it
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
-
-
-def again(
-    text_key: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scalars: tuple[float, ...],
-    ints: tuple[int, ...],
-) -> list[Tensor] | None:
-    """What `forward` gives where such a call, without gradients, was made before; None elsewhere.
-
-    Whatever could be wrong with a call was seen in the first of its layout.
-    """
-    if type(q) not in _PLAIN or type(k) not in _PLAIN or type(v) not in _PLAIN:
-        return None
-    if not _is_plain(q, k, v) or torch._C._is_any_autocast_enabled() or _may_have_tangents():
-        return None
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return None
-    return calls.again(text_key, q, k, v, scalars, ints)
 
 
 def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor | None]) -> bool:
@@ -200,7 +179,7 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         ctx.save_for_backward(q, k, v, out, lse, *extra)
         if aux:
             ctx.mark_non_differentiable(*aux)
-        if _may_have_tangents():
+        if _mayhave_tangents():
             ctx.save_for_forward(q, k, v, *extra)
         ctx.set_materialize_grads(False)
 
@@ -214,7 +193,7 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
         tensors = (q, k, v, out, lse, dout, dlse)
         plain = _is_plain(*tensors) and _have_plain_types(extra)
         direct = plain and not torch.is_grad_enabled() and not _is_batched(*grads)
-        direct = direct and not _have_tangents(*tensors)
+        direct = direct and not have_tangents(*tensors)
         bwd: Any = calls.backward if direct else torch.ops.attngen.bwd
         needed, needs = ctx.needs_input_grad[3:6], _needs(ctx.text_key, ctx.needs_input_grad[6:])
         arguments = (ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
@@ -303,22 +282,22 @@ class _Again(torch.autograd.function._SingleLevelFunction):
         return (None, None, *(found.pop(0) if need else None for need in needed))
 
 
-def _may_have_tangents() -> bool:
+def _mayhave_tangents() -> bool:
     """Is a level of forward-mode derivatives open? A graph of torch.compile opens one unseen."""
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def _tangent(x: Tensor | None) -> Tensor | None:
     """The tangent of a dual tensor, if it is one and that is not a symbolic zero."""
-    if x is None or not _may_have_tangents():
+    if x is None or not _mayhave_tangents():
         return None
     _, tangent = _unpacked(x)
     return None if tangent is None or tangent._is_zerotensor() else tangent
 
 
-def _have_tangents(*tensors: Tensor | None) -> bool:
+def have_tangents(*tensors: Tensor | None) -> bool:
     """Is any a dual tensor?"""
-    return _may_have_tangents() and any(_tangent(x) is not None for x in tensors)
+    return _mayhave_tangents() and any(_tangent(x) is not None for x in tensors)
 
 
 def _primal(x: Tensor) -> Tensor:
@@ -357,7 +336,7 @@ def _apply(function: Any, *arguments: Any) -> Any:
 def _autograd_forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
-    if _have_tangents(q, k, v, *extra):
+    if have_tangents(q, k, v, *extra):
         return _forward_with_tangents(text_key, q, k, v, extra, scalars, ints)
     direct = _is_plain(q, k, v) and _have_plain_types(extra)
     if _needs_gradient(q, k, v, extra):
@@ -377,7 +356,7 @@ def _forward_with_tangents(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Any:
     """out and lse as dual tensors, of one kernel."""
-    if _have_tangents(*extra):
+    if have_tangents(*extra):
         names = zip(parsed(text_key).tensor_args, extra, strict=True)
         why = ", ".join(name for name, x in names if _tangent(x) is not None)
         raise NotImplementedError(
@@ -431,7 +410,7 @@ def _autograd_backward(
 ) -> Any:
     given = (q, k, v, out, lse, dout, dlse)
     plain = _is_plain(*given) and _have_plain_types(extra)
-    if plain and not (_may_have_tangents() or torch.is_grad_enabled() or _is_batched(dout, dlse)):
+    if plain and not (_mayhave_tangents() or torch.is_grad_enabled() or _is_batched(dout, dlse)):
         return calls.backward(text_key, *given, extra, scalars, ints, needs)
 
     def run(*tensors: Tensor | None) -> Any:
@@ -452,7 +431,7 @@ def _differentiable(
 ) -> Any:
     """The results of an op whose results are derivatives; out and lse count as made of q, k and
     v."""
-    moves = _have_tangents(*tensors)
+    moves = have_tangents(*tensors)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
     if parsed(text_key).is_fp8:
         recomputed = _refuse_fp8

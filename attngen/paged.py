@@ -26,13 +26,19 @@ PAGE_UNIT = 16
 def lengths(
     seqused_k: Any, block_table: Any, cu_seqlens_q: Any, cu_seqlens_k: Any, seqused_q: Any
 ) -> tuple[Tensor, ...]:
-    """seqused_k, and block_table if there is one, in the order of the op's `extra`."""
+    """cu_seqlens_q of packed queries, seqused_k, and block_table if there is one, in the order of
+    the op's `extra`."""
     beside = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "seqused_q": seqused_q}
     given = [name for name, x in beside.items() if x is not None]
+    packed: dict[str, Any] = {}
     if given and block_table is not None:
-        raise UnsupportedSpecError(
-            [f"{', '.join(given)} with block_table (packed queries over pages) is not built yet"]
-        )
+        if given != ["cu_seqlens_q"]:
+            raise SpecError(
+                f"{', '.join(given)} with block_table: queries over pages are packed by "
+                "cu_seqlens_q alone, and seqused_k says how many keys each sequence has; leave the "
+                "others out"
+            )
+        packed, given = {"cu_seqlens_q": (cu_seqlens_q, 1, "(num_seqs + 1,)")}, []
     if given:
         raise SpecError(
             f"seqused_k with {', '.join(given)}: packed sequences need both cu_seqlens_q and "
@@ -45,7 +51,7 @@ def lengths(
         )
     named = {"seqused_k": (seqused_k, 1, "(batch,)"), "block_table": (block_table, 2, "(batch, n)")}
     found = []
-    for name, (x, dims, shape) in named.items():
+    for name, (x, dims, shape) in (packed | named).items():
         if x is None:
             continue
         if not isinstance(x, Tensor):
@@ -56,7 +62,9 @@ def lengths(
     return tuple(found)
 
 
-def check_fields(spec: AttentionSpec, seqused_k: Any, block_table: Any) -> None:
+def check_fields(
+    spec: AttentionSpec, seqused_k: Any, block_table: Any, cu_seqlens_q: Any = None
+) -> None:
     """What a call brings is what its spec has."""
     if block_table is not None and not spec.paged:
         raise SpecError(
@@ -73,6 +81,12 @@ def check_fields(spec: AttentionSpec, seqused_k: Any, block_table: Any) -> None:
             f'seqused_k is given, but the spec says layout="{spec.layout}" and key_lengths=False; '
             'compile a spec with key_lengths=True, or with layout="thd" for packed sequences, or '
             "leave seqused_k out"
+        )
+    if spec.paged and (cu_seqlens_q is not None) != spec.packs_queries:
+        has = "has no cu_seqlens_q" if spec.packs_queries else "has cu_seqlens_q"
+        raise SpecError(
+            f'the spec says layout="{spec.layout}" and paged=True, but the call {has}; packed '
+            'queries have both layout="thd" and cu_seqlens_q'
         )
     if spec.has_lengths and seqused_k is None:
         field = "paged" if spec.paged else "key_lengths"
@@ -123,16 +137,25 @@ def key_capacity(spec: AttentionSpec, k: Tensor, extra: Sequence[Tensor | None])
 def check_lengths(spec: AttentionSpec, q: Tensor, extra: Sequence[Tensor | None]) -> None:
     """Dtypes, shapes and devices of the op's seqused_k and block_table, and the size of pages."""
     named = dict(zip(spec.tensor_args, extra, strict=True))
-    for name in ("seqused_k", "block_table"):
+    batch, whose = q.shape[0], "q's batch"
+    if spec.packs_queries:
+        batch, whose = num_seqs(spec, extra), "cu_seqlens_q"
+        if q.shape[0] != 1 or batch < 0:
+            raise SpecError(
+                'layout="thd" takes a (1, heads, total, dim) view of q and cu_seqlens_q of '
+                "num_seqs + 1 offsets; call attngen.attention"
+            )
+    for name in ("cu_seqlens_q", "seqused_k", "block_table"):
         if name not in named:
             continue
         x, dims = named[name], 2 if name == "block_table" else 1
-        if x is None or x.dim() != dims or x.shape[0] != q.shape[0]:
-            shape = (q.shape[0], "max_pages")[:dims]
+        rows = batch + (name == "cu_seqlens_q")
+        if x is None or x.dim() != dims or x.shape[0] != rows:
+            shape = (rows, "max_pages")[:dims]
             got = None if x is None else tuple(x.shape)
             raise SpecError(
-                f"{name} must have shape ({', '.join(map(str, shape))}{',' * (dims == 1)}), as q's "
-                f"batch has it, got {got}"
+                f"{name} must have shape ({', '.join(map(str, shape))}{',' * (dims == 1)}), as "
+                f"{whose} has it, got {got}"
             )
         if x.dtype != torch.int32:
             raise DtypeError(f"{name} must be int32, got {x.dtype}; cast it with {name}.int()")
@@ -140,6 +163,23 @@ def check_lengths(spec: AttentionSpec, q: Tensor, extra: Sequence[Tensor | None]
             raise SpecError(
                 f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
             )
+
+
+def num_seqs(spec: AttentionSpec, extra: Sequence[Tensor | None]) -> int:
+    """How many sequences of packed queries there are."""
+    offsets = extra[spec.tensor_args.index("cu_seqlens_q")]
+    return -1 if offsets is None else offsets.shape[0] - 1
+
+
+def queries_first(q: Any) -> Tensor:
+    """Packed queries (total, heads, dim) as a (1, heads, total, dim) view."""
+    if not isinstance(q, Tensor) or q.is_nested or q.dim() != 3:
+        got = tuple(q.shape) if isinstance(q, Tensor) and not q.is_nested else shown(q)
+        raise SpecError(
+            f"q must be (total_q, num_heads_q, dim) with cu_seqlens_q and block_table, got {got}; "
+            "flatten batch and length into one"
+        )
+    return q.transpose(0, 1).unsqueeze(0)
 
 
 def check_page_size(k: Tensor) -> None:
@@ -151,13 +191,24 @@ def check_page_size(k: Tensor) -> None:
         )
 
 
-def check_values(spec: AttentionSpec, k: Tensor, extra: Sequence[Tensor | None]) -> None:
+def check_values(
+    spec: AttentionSpec, total_q: int, k: Tensor, extra: Sequence[Tensor | None]
+) -> None:
     """Refuse lengths beyond the keys, and used entries that name no page. Waits for the values: for
     tensors on the CPU."""
     named = dict(zip(spec.tensor_args, extra, strict=True))
     used, table = named["seqused_k"], named.get("block_table")
     assert used is not None
     most = capacity(k, table)
+    if spec.packs_queries:
+        offsets = named["cu_seqlens_q"]
+        assert offsets is not None
+        at = offsets.tolist()
+        if at != sorted(at) or at[0] < 0 or at[-1] > total_q:
+            raise SpecError(
+                f"cu_seqlens_q must not decrease and lie from 0 to {total_q}, the rows of q, got "
+                f"{shown(at)}; it is torch.cumsum of the lengths, after a 0"
+            )
     for row, length in enumerate(used.tolist()):
         if not 0 <= length <= most:
             raise SpecError(f"seqused_k[{row}] must be from 0 to {most}, got {length}")
@@ -171,7 +222,14 @@ def check_values(spec: AttentionSpec, k: Tensor, extra: Sequence[Tensor | None])
 
 
 def refuse_gradients(spec: AttentionSpec) -> None:
-    """Keys of several lengths have no backward."""
+    """Keys of several lengths have no backward, nor has a quantised cache."""
+    if spec.is_quantized:
+        raise UnsupportedSpecError(
+            [
+                f"a cache of {spec.kv_dtype} (kv_dtype) has no backward; call it under "
+                "torch.no_grad(), or detach q and the scales"
+            ]
+        )
     if spec.has_lengths:
         what = "a paged cache" if spec.paged else "keys of several lengths (seqused_k)"
         raise UnsupportedSpecError(

@@ -38,6 +38,8 @@ EXAMPLES: dict[str, tuple[Any, ...]] = {
     "layout": ("bshd", "thd"),
     "chunk": (8192,),
     "fp8_scale": ("tensor", "block"),
+    "kv_dtype": ("float8_e4m3fn", "int8"),
+    "kv_scale": ("tensor", "key"),
     "aux": (("max_logit",), ("col_sum",), ("entropy",)),
     "precision": ("tf32",),
     "deterministic": (True,),
@@ -48,6 +50,8 @@ NEEDS: dict[str, dict[str, Any]] = {
     "precision": {"dtype": "float32"},
     "prefix_lm": {"causal": True},
     "shared_kv": {"head_dim_v": 32},
+    "kv_dtype": {"kv_scale": "head"},
+    "kv_scale": {"kv_dtype": "int8"},
     "block_map": {"mask_mod": _mask_mod},
 }
 

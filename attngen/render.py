@@ -89,9 +89,10 @@ def title(spec: AttentionSpec, config: KernelConfig) -> str:
     traits += ["chunked"] if spec.has_chunk else []
     masks = {"prefix": spec.prefix_lm, "documents": spec.documents, "tree": spec.tree_mask}
     traits += [name for name, is_on in masks.items() if is_on]
-    traits += ["packed"] if spec.is_packed else []
+    traits += ["packed"] if spec.layout == "thd" else []
     traits += ["paged"] if spec.paged else ["lengths of keys"] if spec.key_lengths else []
     traits += ["v in k"] if spec.shared_kv else []
+    traits += [f"{spec.kv_dtype} cache by {spec.kv_scale}"] if spec.is_quantized else []
     traits += ["softcap"] if spec.has_softcap else []
     terms = {"mask": spec.attn_mask, "bias": spec.bias, "ALiBi": spec.alibi, "sinks": spec.sinks}
     traits += [name for name, is_on in terms.items() if is_on]
@@ -136,7 +137,8 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
 def structural_variants(direction: Direction) -> list[KernelConfig]:
     """One config for each text of the portable lowering that a spec can have in a direction."""
     if direction == "decode":
-        return [DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=2)]
+        one = DecodeConfig(block_m=16, block_n=64, num_warps=4, num_stages=2)
+        return [one, replace(one, merge="last")]
     if direction == "fwd":
         return [
             FwdConfig(tiles=tiles, block_m=64, block_n=64, num_warps=4, num_stages=2)

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from attngen import packed
+from attngen import packed, paged
 from attngen.errors import UnsupportedSpecError
 from attngen.masks import MASK_FIELDS, placed_mask
 from attngen.memory import on_16_bytes
-from attngen.spec import AttentionSpec
+from attngen.spec import KV_DESCALES, AttentionSpec
 
 SUM_KEYS = 16
 """Keys of the smallest tile: each has a sum of its own in `slope_sums`."""
@@ -28,6 +28,8 @@ def placed(
     batch, heads, seqlen_q, _ = q.shape
     if spec.is_packed:
         batch = packed.packed_of(spec, extra).num_seqs
+    if spec.packs_queries:
+        batch = paged.num_seqs(spec, extra)
     found: list[Tensor | None] = []
     for name, x in zip(spec.tensor_args, extra, strict=True):
         if x is None:
@@ -40,7 +42,11 @@ def placed(
             found.append(on_16_bytes(x).expand(batch, heads, x.shape[2]))
         elif name in MASK_FIELDS:
             found.append(placed_mask(name, x, batch))
-        elif name in spec.aux_args or (name == "block_table" and x.stride(1) == 1):
+        elif (
+            name in spec.aux_args
+            or (name == "block_table" and x.stride(1) == 1)
+            or (name in KV_DESCALES and spec.is_quantized)
+        ):
             found.append(on_16_bytes(x))
         else:
             found.append(on_16_bytes(x.contiguous()))

@@ -35,11 +35,14 @@ CAUSAL = (False, True, "bottom_right", "top_left")
 LAYOUTS = ("bhsd", "bshd", "thd")
 PRECISIONS = ("ieee", "tf32")
 FP8_SCALES = (None, "tensor", "head", "block")
+KV_DTYPES = (None, "float8_e4m3fn", "int8")
+KV_SCALES = (None, "tensor", "head", "key")
 SCALE_ROWS = 128
 """Rows that share a scale with fp8_scale="block"."""
 MAP_TILE = 128
 """Rows and keys of a tile of a block map."""
 DESCALES = ("q_descale", "k_descale", "v_descale")
+KV_DESCALES = ("k_descale", "v_descale")
 GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
 AUX = ("max_logit", "col_sum", "entropy")
 """Side outputs that kernels write beside lse, in the order of the op's results."""
@@ -70,7 +73,8 @@ class AttentionSpec:
             i // n == j // n, in aligned positions (Llama 4). Causal masks and windows apply too.
         paged: calls take block_table (batch, max_pages) and seqused_k (batch,): k and v are caches
             of pages, (pages, page_size, num_heads_kv, dim) in any layout, and entry n of a batch
-            row names the page of its keys from n * page_size on. Without gradients.
+            row names the page of its keys from n * page_size on. Without gradients. With layout
+            "thd" queries are packed, and a batch row is a sequence of them.
         key_lengths: calls take seqused_k (batch,): how many keys of each batch row are used, from
             the first on; the others are not read, whatever they hold. Queries are aligned with the
             last used key. Without gradients; packed sequences take seqused_k anyway.
@@ -78,6 +82,11 @@ class AttentionSpec:
             which kernels then load once (multi-head latent attention in its absorbed form: 576 and
             512). Each call is looked at, whatever its spec says, and one whose v lies elsewhere is
             served as without: the field is for tuning, where there is no call to look at.
+        kv_dtype: "float8_e4m3fn" or "int8": k and v are stored so, q and out in `dtype`, float16 or
+            bfloat16, and calls take k_descale and v_descale; kernels multiply in registers. Dense,
+            with key_lengths or paged. Without gradients.
+        kv_scale: what shares a scale then: "tensor" all of k, or of v; "head" one head of a page,
+            or of a dense batch row; "key" one key of one head.
         prefix_lm: calls take prefix_lens (batch,), and a query also sees the keys at positions
             below its batch row's: key j iff j <= max(i, prefix_lens[b] - 1). Needs `causal`. A
             window's left side and chunks apply to those keys, too.
@@ -153,6 +162,8 @@ class AttentionSpec:
     paged: bool = False
     key_lengths: bool = False
     shared_kv: bool = False
+    kv_dtype: str | None = None
+    kv_scale: str | None = None
     prefix_lm: bool = False
     documents: bool = False
     tree_mask: bool = False
@@ -192,6 +203,8 @@ class AttentionSpec:
             value = getattr(self, name)
             put(name, function_text(name, value) if name in FUNCTIONS else plain(value))
         put("dtype", str(self.dtype).removeprefix("torch."))
+        if self.kv_dtype is not None:
+            put("kv_dtype", str(self.kv_dtype).removeprefix("torch."))
         if self.head_dim_v is None:
             put("head_dim_v", self.head_dim)
         sides = window_sides(self.window)
@@ -227,9 +240,9 @@ class AttentionSpec:
                 for name in ("prefix_lm", "documents", "tree_mask")
                 if getattr(self, name)
             ]
-        if self.is_packed:
+        if self.is_packed or self.packs_queries:
             reasons += _unpacked(self)
-        if self.has_lengths or self.shared_kv:
+        if self.has_lengths or self.shared_kv or self.is_quantized:
             reasons += undecoded(self)
         if reasons:
             raise UnsupportedSpecError(reasons)
@@ -379,7 +392,12 @@ class AttentionSpec:
     @property
     def is_packed(self) -> bool:
         """Sequences lie one behind another, and offsets on the device say where each begins."""
-        return self.layout == "thd"
+        return self.layout == "thd" and not self.has_lengths
+
+    @property
+    def packs_queries(self) -> bool:
+        """The same of queries alone: keys are in pages."""
+        return self.layout == "thd" and self.has_lengths
 
     @property
     def of_sequence(self) -> AttentionSpec:
@@ -397,6 +415,11 @@ class AttentionSpec:
         return self.fp8_scale == "block"
 
     @property
+    def is_quantized(self) -> bool:
+        """k and v are stored in 8 bits, with scales; q is not."""
+        return self.kv_dtype is not None
+
+    @property
     def dequantized(self) -> AttentionSpec:
         """The spec of the same inputs once their scales are multiplied in: bfloat16 for FP8."""
         return replace(self, dtype="bfloat16", fp8_scale=None) if self.is_fp8 else self
@@ -407,6 +430,11 @@ class AttentionSpec:
         if direction in ("fwd", "decode"):
             return self
         return replace(self.dequantized, aux=()) if self.aux else self.dequantized
+
+    @property
+    def tuned(self) -> AttentionSpec:
+        """The spec whose records serve this one: of packed queries over pages, that of others."""
+        return replace(self, layout="bhsd") if self.packs_queries else self
 
     @property
     def out_dtype(self) -> str:
@@ -468,10 +496,13 @@ class AttentionSpec:
             "block_map": self.block_map,
             **dict.fromkeys(PACKED_ARGS, self.is_packed),
         }
+        if self.packs_queries:
+            given["cu_seqlens_q"] = True
         names = tuple(name for name, is_given in given.items() if is_given)
         names += ("seqused_k",) if self.has_lengths else ()
         names += ("block_table",) if self.paged else ()
-        return names + self.aux_args + (DESCALES if self.is_fp8 else ())
+        names += self.aux_args + (DESCALES if self.is_fp8 else ())
+        return names + (KV_DESCALES if self.is_quantized else ())
 
     @property
     def gradient_args(self) -> tuple[str, ...]:
@@ -523,7 +554,7 @@ class AttentionSpec:
             chunk=1 if self.has_chunk else None,
             score_mod=self.score_mod and str(self.score_mod),
             mask_mod=self.mask_mod and str(self.mask_mod),
-            layout="thd" if self.is_packed else "bhsd",
+            layout="thd" if self.layout == "thd" else "bhsd",
             precision=self.precision if self.dtype == "float32" else "ieee",
             deterministic=bool(self.deterministic),
         )
@@ -629,6 +660,18 @@ def _validate(spec: AttentionSpec) -> None:
     _one_of(spec, "precision", PRECISIONS)
     _one_of(spec, "fp8_scale", FP8_SCALES)
     _one_of(spec, "causal", CAUSAL)
+    _one_of(spec, "kv_dtype", KV_DTYPES)
+    _one_of(spec, "kv_scale", KV_SCALES)
+    if (spec.kv_dtype is None) != (spec.kv_scale is None):
+        raise SpecError(
+            f"kv_dtype and kv_scale go together, got {spec.kv_dtype!r} and {spec.kv_scale!r}; add "
+            'kv_scale="tensor", "head" or "key" to a kv_dtype, or leave both out'
+        )
+    if spec.kv_dtype is not None and spec.dtype not in ("float16", "bfloat16"):
+        raise SpecError(
+            f"kv_dtype={spec.kv_dtype!r} needs dtype float16 or bfloat16, which q and out have, "
+            f"got {spec.dtype!r}"
+        )
     if spec.dtype in FP8_DTYPES and spec.fp8_scale is None:
         raise SpecError(
             f"dtype={spec.dtype!r} needs fp8_scale, which says what shares a scale; add "
@@ -708,18 +751,22 @@ def _unpacked(spec: AttentionSpec) -> list[str]:
 
 def undecoded(spec: AttentionSpec) -> list[str]:
     """Why the decode family does not serve a spec; empty if it does."""
-    fields = ("paged", "key_lengths", "shared_kv")
+    fields = ("paged", "key_lengths", "shared_kv", "kv_dtype")
     who = next((name for name in fields if getattr(spec, name)), "decode")
+    if spec.is_quantized:
+        who = "kv_dtype"
     named = {
         "dropout_p": spec.has_dropout,
         "FP8 inputs": spec.is_fp8,
-        'layout="thd"': spec.is_packed,
+        'layout="thd"': spec.is_packed or (spec.packs_queries and not spec.paged),
         "documents": spec.documents,
         "score_mod": spec.score_mod is not None,
         "mask_mod": spec.mask_mod is not None,
         "aux": bool(spec.aux),
         "attn_mask": spec.attn_mask and spec.paged,
         "bias": spec.bias and spec.paged,
+        "shared_kv": spec.shared_kv and spec.is_quantized,
+        "an odd head_dim_v": spec.is_quantized and spec.head_dim_v % 2 == 1,
         "a head_dim_v of parts that are no powers of two from 16 on": spec.shared_kv
         and any(part.padded for part in spec.v_parts),
     }
@@ -727,6 +774,7 @@ def undecoded(spec: AttentionSpec) -> list[str]:
         "paged": "gather the pages into dense k and v, and leave paged out",
         "key_lengths": "leave key_lengths out, and hide the keys by attn_mask",
         "shared_kv": "leave shared_kv out",
+        "kv_dtype": "dequantise k and v, and leave kv_dtype and kv_scale out",
         "decode": "the forward serves it",
     }
     own = {("FP8 inputs", who): "dequantise them and use bfloat16"}

@@ -42,6 +42,22 @@ class TemplateSpec:
         return [("0", "num_partial", True), ("num_partial", "num_listed", False)]
 
     @property
+    def scales_keys(self) -> bool:
+        """The scales of k and v differ from key to key, or from page to page."""
+        return self.spec.kv_scale == "key" or (self.spec.kv_scale == "head" and self.spec.paged)
+
+    @property
+    def levels_q(self) -> bool:
+        """Rows of q are brought into float16's range, in which 8-bit keys are multiplied."""
+        return self.spec.is_quantized and self.spec.dtype != "float16"
+
+    @property
+    def v_halves(self) -> tuple[str, ...]:
+        """What ends the names of accumulators: those of even and odd columns, where v is read in
+        pairs."""
+        return ("_even", "_odd") if self.spec.is_quantized else ("",)
+
+    @property
     def aux_parameters(self) -> tuple[str, ...]:
         """What printed kernels take for the tensors of functions."""
         return aux_parameters(self.spec.function_tensors)

@@ -31,6 +31,10 @@ def _refuse_packed(text_key: str) -> None:
         raise SpecError(
             "vmap over packed sequences is not offered; pack the samples' sequences into one call"
         )
+    if parsed(text_key).is_quantized:
+        raise SpecError(
+            "vmap over a quantised cache (kv_dtype) is not offered; fold the samples into the batch"
+        )
     if parsed(text_key).has_lengths:
         raise SpecError(
             "vmap over keys of several lengths is not offered; fold the samples into the batch"

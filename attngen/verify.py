@@ -84,6 +84,10 @@ def verify(
 
     The batch of a packed spec is sequences of uneven lengths, which a workload gives the mean of.
     """
+    if spec.is_quantized:
+        raise UnsupportedSpecError(
+            ["verify of kv_dtype is not built yet; `attngen tune` checks each config"]
+        )
     if spec.has_lengths:
         raise UnsupportedSpecError(
             ["verify of key_lengths and paged is not built yet; `attngen tune` checks each config"]

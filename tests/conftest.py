@@ -25,6 +25,7 @@ ROTATING = {
     "test_hopper_packed.py",
     "test_hopper_packed_bwd.py",
     "test_jvp.py",
+    "test_kv_cache.py",
     "test_packed.py",
     "test_packed_terms.py",
     "test_score_functions.py",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import pickle
 from collections.abc import Callable
@@ -350,30 +349,3 @@ def test_errors_survive_pickling() -> None:
     error = attngen.UnsupportedSpecError(["a", "b"])
     again = pickle.loads(pickle.dumps(error))
     assert str(again) == str(error) and again.reasons == ("a", "b")
-
-
-def given_keywords() -> list[str]:
-    parameters = inspect.signature(attngen.Attention.__call__).parameters.values()
-    return [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.name != "return_lse"]
-
-
-@pytest.mark.parametrize("name", given_keywords())
-def test_the_short_way_is_for_calls_without_options(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It looks at no option: a call that has one, of whatever kind, must not take it."""
-
-    class TakenError(Exception):
-        pass
-
-    def taken(*given: Any) -> None:
-        raise TakenError
-
-    attn = attngen.compile(attngen.AttentionSpec(head_dim=16, dtype="float32"))
-    q, k, v = (torch.randn(1, 1, 5, 16) for _ in range(3))
-    monkeypatch.setattr("attngen.ops.again", taken)
-    with pytest.raises(TakenError):
-        attn(q, k, v)
-    with pytest.raises(Exception) as raised:  # which one is for other tests
-        attn(q, k, v, **{name: object()})
-    assert raised.type is not TakenError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from pathlib import Path
@@ -179,3 +180,55 @@ def test_every_text_is_formatted_and_checks_itself(tmp_path: Path) -> None:
             [sys.executable, "-m", "ruff", *command, *settings], capture_output=True, text=True
         )
         assert found.returncode == 0, found.stdout[:2000]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "head", "key"])
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("is_paged", [False, True], ids=["dense", "paged"])
+def test_quantised_caches(is_paged: bool, stored: torch.dtype, kind: str) -> None:
+    """What is written is what torch rounds to, with the scales given; beyond the range, its end."""
+    generator = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(2, 2, 5, dim, generator=generator) for dim in (16, 24))
+    k[0, 0, 0, :3] = torch.tensor([1e6, -1e6, 0.0])
+    starts = torch.tensor([3, 14], dtype=torch.int32)
+    named = {"positions": starts}
+    if is_paged:
+        named["block_table"] = torch.tensor([[2, 0], [1, 3]], dtype=torch.int32)
+        caches = [torch.zeros(4, 16, 2, dim).to(stored) for dim in (16, 24)]
+        shape = {"tensor": (), "head": (4, 2), "key": (4, 16, 2)}[kind]
+    else:
+        caches = [torch.zeros(2, 2, 32, dim).to(stored) for dim in (16, 24)]
+        shape = {"tensor": (), "head": (2, 2), "key": (2, 2, 32)}[kind]
+    scales = [torch.rand(shape, generator=generator) * 0.02 + 0.01 for _ in range(2)]
+    attngen.append_kv(k, v, *caches, **named, k_descale=scales[0], v_descale=scales[1])
+    most = 127.0 if stored == torch.int8 else 448.0
+    for x, cache, scale in zip((k, v), caches, scales, strict=True):
+        seen = 0
+        for b, head, n in itertools.product(range(2), range(2), range(5)):
+            at: tuple[Any, ...] = (b, head, int(starts[b]) + n)
+            if is_paged:
+                page, place = divmod(at[2], 16)
+                at = (int(named["block_table"][b, page]), place, head)
+            of = {"tensor": (), "head": (at[0], head), "key": at}[kind]
+            value = x[b, head, n] / scale[of]
+            value = value.round() if stored == torch.int8 else value
+            want = value.clamp(-most, most).to(stored)
+            assert torch.equal(cache[at].float(), want.float())
+            seen += 1
+        assert (cache.float() != 0).any(-1).sum() == seen
+
+
+def test_quantised_caches_are_checked() -> None:
+    k = torch.zeros(1, 1, 1, 16)
+    cache = torch.zeros(1, 1, 4, 16).to(torch.int8)
+    starts, one = torch.zeros(1, dtype=torch.int32), torch.ones(())
+    for error, message, caches, scales in (
+        (attngen.SpecError, "need k_descale", (cache, cache), (None, None)),
+        (attngen.SpecError, "of shape", (cache, cache), (one.repeat(2, 2), one.repeat(2, 2))),
+        (attngen.SpecError, "float32", (cache, cache), (one.double(), one)),
+        (attngen.SpecError, "leave them out", (cache.float(), cache.float()), (one, one)),
+        (attngen.DtypeError, "must agree", (cache, cache.to(torch.float8_e4m3fn)), (one, one)),
+    ):
+        with pytest.raises(error, match=message):
+            named = dict(zip(("k_descale", "v_descale"), scales, strict=True))
+            attngen.append_kv(k, k, *caches, positions=starts, **named)

@@ -5,6 +5,7 @@ A driver that knows only a compute capability stands in for the real one.
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 from collections.abc import Iterable
@@ -102,26 +103,35 @@ DECODE_SPECS = {
     "paged-tree": {"paged": True, "tree_mask": True, "causal": True, "prefix_lm": True},
     "lengths": {"key_lengths": True, "head_dim": 96, "head_dim_v": 40, "window": (63, 31)},
     "float32": {"dtype": "float32", "chunk": 512},
+    "kv-e4m3": {"kv_dtype": "float8_e4m3fn", "kv_scale": "key", "paged": True, "head_dim": 128},
+    "kv-int8": {"kv_dtype": "int8", "kv_scale": "head", "paged": True, "window": (511, 0)},
+    "kv-dense": {"kv_dtype": "float8_e4m3fn", "kv_scale": "tensor", "dtype": "float16"},
 }
 
 
 @pytest.mark.parametrize(
     "names",
-    [("base", "paged"), pytest.param(tuple(DECODE_SPECS), marks=pytest.mark.slow, id="all")],
+    [
+        ("base", "paged", "kv-e4m3"),
+        pytest.param(tuple(DECODE_SPECS), marks=pytest.mark.slow, id="all"),
+    ],
 )
 def test_decode_compiles_for_hopper(names: tuple[str, ...]) -> None:
+    merges = structural_variants("decode")
     lines = [
         {
             "spec": AttentionSpec(**{"head_dim": 64, **DECODE_SPECS[name]}).key,
             "direction": "decode",
-            "config": structural_variants("decode")[0].as_dict(),
+            "config": config.as_dict(),
             "workload": "2,8,2,3,4096",
         }
         for name in names
+        for config in merges
     ]
     found = compile_all(90, lines)
     _assert_compiled(lines, found)
-    assert all(len(facts["kernels"]) == 2 for facts in found)
+    for facts, config in zip(found, itertools.cycle(merges), strict=False):
+        assert len(facts["kernels"]) == (2 if config.merge == "kernel" else 1)  # type: ignore[union-attr]  # a DecodeConfig
 
 
 def test_fp8_compiles_for_hopper() -> None:

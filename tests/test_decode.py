@@ -16,6 +16,7 @@ from attngen import ops
 from attngen.config import CONFIG_CLASSES, infeasible, parse
 from attngen.decode import DecodeConfig, footprint, forward_direction, split_count
 from attngen.gpu import INTERPRETER, by_name
+from attngen.identity import record_key
 from attngen.lowering import default
 from attngen.pinned import pinned
 from attngen.render import render
@@ -25,6 +26,7 @@ from attngen.workload import Bucket, Workload, spec_bucket
 SMALL = DecodeConfig(block_m=16, block_n=16, num_warps=1, num_stages=1)
 """Tiles so small that short sequences have several; one SM, the interpreter, makes few splits."""
 SPLIT = DecodeConfig(block_m=16, block_n=16, num_warps=1, num_stages=1, split_keys=32)
+LAST = DecodeConfig(block_m=16, block_n=16, num_warps=1, num_stages=1, split_keys=32, merge="last")
 TALL = DecodeConfig(block_m=64, block_n=32, num_warps=1, num_stages=1)
 PAGE = 16
 LENGTHS = (0, 1, PAGE - 1, PAGE, PAGE + 1, 70)
@@ -305,8 +307,8 @@ def test_what_is_refused() -> None:
             {"block_table": table, "seqused_k": used, "q_start": 3, "seqlen_q_total": 9},
         ),
         (
-            attngen.UnsupportedSpecError,
-            "packed queries",
+            attngen.SpecError,
+            "cu_seqlens_q alone",
             {"block_table": table, "seqused_k": used, "cu_seqlens_q": used, "cu_seqlens_k": used},
         ),
     ]
@@ -406,6 +408,7 @@ def test_explain_names_the_family() -> None:
     [
         {"paged": True, "causal": True, "alibi": True, "sinks": True},
         pytest.param({"attn_mask": True, "bias": True}, marks=pytest.mark.slow),
+        pytest.param({"paged": True, "layout": "thd", "sinks": True}, marks=pytest.mark.slow),
         pytest.param({"key_lengths": True, "tree_mask": True}, marks=pytest.mark.slow),
     ],
     ids=str,
@@ -413,16 +416,120 @@ def test_explain_names_the_family() -> None:
 def test_emitted_file_checks_itself(fields: dict[str, Any], tmp_path: Path) -> None:
     spec = AttentionSpec(head_dim=40, dtype="float32", **fields)
     path = tmp_path / "decode.py"
-    path.write_text(render(spec, SMALL))
+    path.write_text(render(spec, LAST if spec.sinks else SMALL))
     done = run_file(path)
     assert done.returncode == 0 and "4 splits" in done.stdout, done.stderr[-2000:]
 
 
+@pytest.mark.parametrize(
+    ("group", "rows", "options"),
+    [
+        (3, 5, {"causal": True}),
+        (8, 1, {"sinks": True, "window": (20, None)}),
+        (4, 8, {"chunk": 20}),
+    ],
+    ids=str,
+)
+def test_the_last_split_merges(group: int, rows: int, options: dict[str, Any]) -> None:
+    """In one launch, call after call: counters are zero again."""
+    q, k, v = _inputs(2, 2 * group, rows, 75, 16, heads_kv=2)
+    named, terms = _terms(options, 2 * group)
+    with pinned({"decode": LAST}):
+        for _ in range(3):
+            got = attngen.attention(q, k, v, **named, **terms, return_lse=True)
+            _compare(got, (q, k, v), {**oracle_options(named, q, k), **terms})
+    text = render(AttentionSpec(head_dim=16, dtype="float32"), LAST)
+    assert "def attn_decode_merge" not in text and 'sem="acq_rel", scope="gpu"' in text
+
+
+PACKED = [("causal", SPLIT), ("alibi-sinks", LAST), ("window", SMALL), ("alibi-sinks", SPLIT)]
+PACKED += [("plain", LAST), ("causal", SMALL), ("chunk", SPLIT), ("softcap", LAST)]
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        pytest.param(*each, id=f"{each[0]}-{n}", marks=[pytest.mark.slow] * (n > 1))
+        for n, each in enumerate(PACKED)
+    ],
+)
+def test_packed_queries_over_pages(name: str, config: DecodeConfig) -> None:
+    """A sequence of no rows, one of no keys, and rows that belong to no sequence."""
+    _check_packed(OPTIONS[name], config, torch.float32)
+
+
+def test_packed_queries_in_bfloat16() -> None:
+    _check_packed(OPTIONS["causal"], TALL, torch.bfloat16)
+
+
+def _check_packed(options: dict[str, Any], config: DecodeConfig, dtype: torch.dtype) -> None:
+    lengths, rows, behind = (33, 7, 0, 70, 17), (5, 0, 2, 18, 1), 3
+    heads, total = 6, sum(rows) + behind
+    q, _, _ = _inputs(1, heads, total, 4, 16, heads_kv=2, dtype=dtype)
+    _, k, v = _inputs(len(lengths), heads, 1, max(lengths), 16, heads_kv=2, dtype=dtype)
+    named, terms = _terms(options, heads)
+    (keys, table), (values, _) = _paged(k, lengths), _paged(v, lengths)
+    offsets = [0, *itertools.accumulate(rows)]
+    call = {
+        "cu_seqlens_q": torch.tensor(offsets, dtype=torch.int32),
+        "seqused_k": torch.tensor(lengths, dtype=torch.int32),
+        "block_table": table,
+        "return_lse": True,
+    }
+    with pinned({"decode": config}):
+        packed = q[0].transpose(0, 1)
+        out, lse = attngen.attention(packed, keys, values, **call, **named, **terms)
+    assert out.shape == (total, heads, 16) and lse.shape == (total, heads)
+    assert (out[-behind:] == 0).all() and (lse[-behind:] == float("-inf")).all()
+    out, lse = out.transpose(0, 1)[None], lse.T[None]
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if begin == end:
+            continue
+        at = slice(b, b + 1)
+        tensors = (q[:, :, begin:end], k[at, :, : lengths[b]], v[at, :, : lengths[b]])
+        got = (out[:, :, begin:end], lse[:, :, begin:end])
+        _compare(got, tensors, {**oracle_options(named, *tensors[:2]), **terms})
+
+
+def test_packed_queries_by_a_compiled_spec() -> None:
+    """The same as the function's; and what is wrong with a call is said."""
+    spec = AttentionSpec(head_dim=16, dtype="float32", layout="thd", paged=True, causal=True)
+    attend = attngen.compile(spec)
+    q, pages = torch.randn(5, 4, 16), torch.randn(3, 16, 2, 16)
+    call = {
+        "cu_seqlens_q": torch.tensor([0, 1, 5], dtype=torch.int32),
+        "seqused_k": torch.tensor([12, 30], dtype=torch.int32),
+        "block_table": torch.tensor([[0, 0], [2, 1]], dtype=torch.int32),
+    }
+    out = attend(q, pages, pages, **call)
+    assert torch.equal(out, attngen.attention(q, pages, pages, **call, causal=True, layout="thd"))
+    (choice,) = attend.explain(q, pages, pages, block_table=call["block_table"]).choices
+    assert choice.bucket.direction == "decode"
+    key, others = (record_key(x, choice.bucket, INTERPRETER) for x in (spec, spec.tuned))
+    assert key == others and "thd" not in key.text_key
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"cu_seqlens_q": None}, "has no cu_seqlens_q"),
+        ({"cu_seqlens_k": call["cu_seqlens_q"]}, "cu_seqlens_q alone"),
+        ({"seqused_k": call["seqused_k"][:1]}, "as cu_seqlens_q has it"),
+        ({"cu_seqlens_q": torch.tensor([0, 4, 1], dtype=torch.int32)}, "must not decrease"),
+        ({"cu_seqlens_q": torch.tensor([0, 1, 9], dtype=torch.int32)}, "from 0 to 5"),
+        ({"cu_seqlens_q": torch.tensor([0, 1, 5])}, "must be int32"),
+    ]
+    for changed, why in wrong:
+        with pytest.raises(attngen.SpecError, match=why):
+            attend(q, pages, pages, **{**call, **changed})
+    with pytest.raises(attngen.SpecError, match="3 dims|total_q"):
+        attend(q[None], pages, pages, **call)
+    with pytest.raises(attngen.UnsupportedSpecError, match="no backward"):
+        attend(q.clone().requires_grad_(), pages, pages, **call)
+
+
 def test_the_usual_call_is_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second call on few steps are taken, unless a gradient is wanted."""
+    """From the third call on few steps are taken, unless a gradient is wanted."""
     q, k, v = _inputs(1, 4, 1, 40, 16, heads_kv=2)
     attend = attngen.compile(AttentionSpec(head_dim=16, dtype="float32", causal=True, softcap=3.0))
-    want = attend(q, k, v, return_lse=True)
+    for _ in range(2):
+        want = attend(q, k, v, return_lse=True)
 
     def refuse(*arguments: Any) -> None:
         raise AssertionError("took the long way")

@@ -488,7 +488,7 @@ def test_list_of_jobs() -> None:
         {
             "job": [
                 JOB | {"direction": "fwd", "why": "the long one"},
-                JOB | {"spec": "head_dim=64,paged=true,layout=thd"},
+                JOB | {"spec": "head_dim=64,key_lengths=true,layout=thd"},
                 JOB | {"workload": "4,32,8,4000,4000"},
             ]
         }
@@ -757,7 +757,7 @@ def test_a_stored_record_of_all_sizes_is_skipped_and_said() -> None:
     ("text_key", "bucket", "why"),
     [
         ("gibberish", "fwd-q8-k8-bh8-g1-w0-p0", "has no '='"),
-        ("head_dim=64,paged=true,layout=thd", "fwd-q8-k8-bh8-g1-w0-p0", "paged"),
+        ("head_dim=64,key_lengths=true,layout=thd", "fwd-q8-k8-bh8-g1-w0-p0", "key_lengths"),
         ("head_dim=64", "fwd-q8", "is no bucket key"),
         ("head_dim=64", "fwd-q8-k8-bh8-g0-w0-p0", "no call has this bucket"),
         ("head_dim=64", f"fwd-q{'9' * 40}-k8-bh8-g1-w0-p0", "no call has this bucket"),

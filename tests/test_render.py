@@ -64,6 +64,7 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "fwd_packed": ({"layout": "thd", "causal": True}, FWD),
     "decode_base": ({}, DECODE),
     "decode_paged": ({"paged": True, "causal": True}, DECODE),
+    "decode_kv": ({"paged": True, "kv_dtype": "float8_e4m3fn", "kv_scale": "key"}, DECODE),
     "decode_shared": ({"head_dim": 576, "head_dim_v": 512, "shared_kv": True}, DECODE),
     "bwd_packed": ({"layout": "thd", "causal": True}, BWD),
     "bwd_base": ({}, BWD),
@@ -200,6 +201,11 @@ DECODE_MATRIX = [
         ({}, {"key_lengths": True}, {"paged": True}),
         ({}, {"causal": True, "alibi": True}, {"window": (7, None)}, {"attn_mask": True}))
     if not (keys.get("paged") and mask.get("attn_mask"))
+] + [
+    AttentionSpec(head_dim=64, layout="thd", paged=True, **mask, **rest)
+    for mask, rest in itertools.product(
+        ({}, {"causal": True, "prefix_lm": True}, {"window": (7, 7)}),
+        ({}, {"alibi": True, "sinks": True}))
 ]  # fmt: skip
 
 
@@ -218,8 +224,8 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
         for config in (*structural_variants("fwd"), *structural_variants("bwd")):
             if config.tiles == "pointer":  # all that packed sequences have
                 yield spec, config
-    for spec in DECODE_MATRIX[::step]:
-        yield spec, structural_variants("decode")[0]
+    for number, spec in enumerate(DECODE_MATRIX[::step]):
+        yield spec, structural_variants("decode")[number % 2]
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config

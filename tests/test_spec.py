@@ -132,7 +132,7 @@ def test_bad_json_is_a_spec_error(text: str) -> None:
 def test_unsupported_spec_lists_every_reason() -> None:
     with pytest.raises(UnsupportedSpecError) as raised:
         AttentionSpec(head_dim=64, paged=True, alibi=True, layout="thd", bias=True)
-    assert len(raised.value.reasons) == 3
+    assert len(raised.value.reasons) == 2
     for piece in ("paged", 'layout="thd"'):
         assert piece in str(raised.value)
 
@@ -198,7 +198,8 @@ def test_every_built_field_is_among_the_changes() -> None:
     with_causal = {"prefix_lm"}  # nor this: test_structured_masks
     with_mask = {"block_map"}  # nor this: test_block_map
     without_dropout = {"paged", "key_lengths", "shared_kv"}  # which BASE has: test_decode
-    apart = without_dropout | with_dtype | with_causal | with_mask
+    in_pairs = {"kv_dtype", "kv_scale"}  # neither alone: test_kv_cache
+    apart = without_dropout | in_pairs | with_dtype | with_causal | with_mask
     assert {field for field, *_ in CHANGES} == set(FIELDS) - apart
 
 

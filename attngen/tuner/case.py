@@ -19,6 +19,7 @@ from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.decode import DecodeConfig
 from attngen.fp8 import quantize, spread
+from attngen.kv_cache import descale_of, quantized
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
 from attngen.memory import order_of, transposed
@@ -26,7 +27,7 @@ from attngen.packed_reference import Sequences
 from attngen.reference import alignment, scale_of
 from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
-from attngen.spec import DESCALES, PACKED_ARGS, AttentionSpec
+from attngen.spec import DESCALES, KV_DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import TUNED_PAGE, Workload, spec_window
 
 SEED = 0x5EED_0F_A77E
@@ -82,6 +83,8 @@ class Case:
     """And of its backward, instead of `rows`."""
     tiles: Tensor | None = None
     """The lists of a block map."""
+    kv_scales: tuple[Tensor, ...] = ()
+    """Of each key of k and of v, if these are quantised: (batch, heads, keys)."""
 
     @property
     def sequences(self) -> Sequences:
@@ -92,6 +95,10 @@ class Case:
     @property
     def operands(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v without scales: in float32 if they had some."""
+        if self.kv_scales:
+            pairs_of_keys = zip((self.k, self.v), self.kv_scales, strict=True)
+            k, v = (x.float() * scale[..., None] for x, scale in pairs_of_keys)
+            return self.q.float(), k, v
         if not self.descales:
             return self.q, self.k, self.v
         pairs = zip((self.q, self.k, self.v), self.descales, strict=True)
@@ -132,6 +139,9 @@ class Case:
             named["block_table"] = table.view(batch, pages)
         if spec.is_fp8:
             named |= zip(DESCALES, self.descales, strict=True)
+        if spec.is_quantized:
+            scales = (descale_of(spec, scale, TUNED_PAGE) for scale in self.kv_scales)
+            named |= zip(KV_DESCALES, scales, strict=True)
         heads = (sizes.batch, sizes.num_heads_q)
         scores = (*heads, sizes.seqlen_q, sizes.seqlen_k)
         for name, tensor in self.beside.items():
@@ -174,11 +184,11 @@ class Case:
         if self.q.is_cuda:
             count = torch.cuda.get_device_properties(self.q.device).multi_processor_count
         window = spec_window(self.spec)
-        for each in partials(config, self.workload, window, self.v.shape[3], count):
+        made = partials(config, self.workload, window, self.v.shape[3], count)
+        for each in made:
             if each.shape not in self.scratch:
                 self.scratch[each.shape] = each.make(self.q)
-            return [self.scratch[each.shape]]
-        return []
+        return [self.scratch[each.shape] for each in made]
 
     def results(self, config: KernelConfig) -> dict[str, Tensor]:
         """What a kernel of this config writes, by name."""
@@ -298,6 +308,10 @@ def make(
     if spec.is_fp8:
         rounded, descales = _quantized(spec, q, k, v)
         q, k, v = (narrowed(x, values) for x, values in zip((q, k, v), rounded, strict=True))
+    kv_scales: tuple[Tensor, ...] = ()
+    if spec.is_quantized:
+        (stored_k, k_scale), (stored_v, v_scale) = (quantized(spec, x, TUNED_PAGE) for x in (k, v))
+        k, v, kv_scales = narrowed(k, stored_k), narrowed(v, stored_v), (k_scale, v_scale)
     lists = None
     if spec.block_map:
         aux = tuple(beside[name] for name in spec.aux_args)
@@ -328,6 +342,7 @@ def make(
         pages=pages,
         order=order_of(workload.batch).make(q) if spec.is_packed else None,
         tiles=lists,
+        kv_scales=kv_scales,
         **named,
     )
 
@@ -383,7 +398,8 @@ def _up(rows: int, multiple: int) -> int:
 
 def _padded(spec: AttentionSpec, batch: int, heads: int, rows: int, dim: int) -> tuple[int, ...]:
     """The stored shape: 16 bytes a row at least, as memory.aligned gives, and rows in sixteens."""
-    rows, dim = _up(rows, _STORED_ROWS), _up(dim, 16 if spec.is_fp8 else _STORED_COLUMNS)
+    in_bytes = spec.is_fp8 or spec.is_quantized
+    rows, dim = _up(rows, _STORED_ROWS), _up(dim, 16 if in_bytes else _STORED_COLUMNS)
     is_rows_first = spec.layout in ("bshd", "thd")
     return (batch, rows, heads, dim) if is_rows_first else (batch, heads, rows, dim)
 

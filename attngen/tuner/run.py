@@ -123,8 +123,8 @@ def tune(
         reports = []
         run: Session | Prediction
         for each in directions:
-            served = spec.served_as(each)
-            if each == "bwd" and spec.has_lengths:  # has none
+            served = spec.served_as(each).tuned
+            if each == "bwd" and (spec.has_lengths or spec.is_quantized):  # has none
                 continue
             each = family(each, served, workload.seqlen_q)
             bucket = spec_bucket(each, served, workload)

@@ -3,7 +3,7 @@
 Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run it.
   spec    head_dim=128,dtype=bfloat16,causal=true,paged=true
   config  lowering=triton,tiles=pointer,block_m=16,block_n=128,num_warps=4,num_stages=3,
-          programs_per_sm=1,split_keys=0
+          programs_per_sm=1,split_keys=0,merge=kernel
   again   attngen emit SPEC --direction decode --config CONFIG, with SPEC and CONFIG as above
 softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
 """
@@ -95,11 +95,16 @@ def whole(stride):
 
 @triton.jit
 def find_pages(table_ptr, start, lo, hi, COUNT: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """The page of each of the keys start .. start + COUNT, and its place there; 0 of those outside
-    lo .. hi, whose entries of the table are not read."""
-    keys = start + tl.arange(0, COUNT)
-    inside = (keys >= lo) & (keys < hi)
-    return tl.load(table_ptr + keys // PAGE_SIZE, inside, 0), keys % PAGE_SIZE
+    """The pages of the keys start .. start + COUNT, a tile of its own: one page, if tiles divide
+    it, or that of each key. What lies outside lo .. hi has page 0, and its entries of the table
+    are not read."""
+    if PAGE_SIZE % COUNT == 0:
+        is_read = (start < hi) & (start + COUNT > lo)
+        pages = tl.load(table_ptr + start // PAGE_SIZE, is_read, 0)
+    else:
+        keys = start + tl.arange(0, COUNT)
+        pages = tl.load(table_ptr + keys // PAGE_SIZE, (keys >= lo) & (keys < hi), 0)
+    return pages
 
 
 @triton.jit
@@ -108,7 +113,6 @@ def load_keys(
     stride_page,
     stride,
     pages,
-    places,
     start,
     lo,
     hi,
@@ -116,6 +120,7 @@ def load_keys(
     COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
     DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
 ):
     """Keys start .. start + COUNT and columns FIRST .. FIRST + WIDTH of one head.
 
@@ -124,7 +129,13 @@ def load_keys(
     keys = start + tl.arange(0, COUNT)
     columns = FIRST + tl.arange(0, WIDTH)
     inside = ((keys >= lo) & (keys < hi))[:, None]
-    rows = pages.to(tl.int64) * stride_page + places * stride
+    if PAGE_SIZE % COUNT == 0:
+        head_ptr += pages.to(tl.int64) * stride_page + start % PAGE_SIZE * stride
+        rows = tl.arange(0, COUNT) * stride
+    elif COUNT % PAGE_SIZE == 0:
+        rows = pages.to(tl.int64) * stride_page + tl.arange(0, COUNT) % PAGE_SIZE * stride
+    else:
+        rows = pages.to(tl.int64) * stride_page + keys % PAGE_SIZE * stride
     ptrs = head_ptr + rows[:, None] + columns[None, :]
     if FIRST + WIDTH > DIM:
         inside &= (columns < DIM)[None, :]
@@ -175,14 +186,16 @@ def attend(
 
     CAREFUL is for NaN and inf in hidden keys, whose weight is zero, but zero times NaN is NaN.
     """
+    pages = find_pages(table_row, begin, lo, end, BLOCK_N, PAGE_SIZE)
     for start_n in tl.range(begin, end, BLOCK_N, num_stages=1 if CAREFUL else None):
-        pages, places = find_pages(table_row, start_n, lo, end, BLOCK_N, PAGE_SIZE)
+        # A tile ahead, as K and V wait for them.
+        next_n = start_n + BLOCK_N
+        next_pages = find_pages(table_row, next_n, lo, end, BLOCK_N, PAGE_SIZE)
         k = load_keys(
             k_head,
             stride_kb,
             stride_ks,
             pages,
-            places,
             start_n,
             lo,
             end,
@@ -190,6 +203,7 @@ def attend(
             BLOCK_N,
             128,
             HEAD_DIM,
+            PAGE_SIZE,
         )  # [BLOCK_N, 128]
         qk = tl.dot(q, k.T, input_precision=PRECISION)
         s = score(qk, qk_scale)  # [BLOCK_M, BLOCK_N]
@@ -208,7 +222,6 @@ def attend(
             stride_vb,
             stride_vs,
             pages,
-            places,
             start_n,
             lo,
             end,
@@ -216,6 +229,7 @@ def attend(
             BLOCK_N,
             128,
             HEAD_DIM_V,
+            PAGE_SIZE,
         )  # [BLOCK_N, 128]
         if CAREFUL:
             v, tainted = finite(v)
@@ -223,7 +237,51 @@ def attend(
             l_i = tl.where(sees_tainted, float("nan"), l_i)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+        pages = next_pages
     return acc, l_i, m_i
+
+
+@triton.jit
+def merge_row(
+    partials_ptr,
+    row,
+    out_row,
+    lse_ptr,
+    num_splits,
+    num_rows,
+    exp_scale,
+):
+    """A row of out and lse, from what the splits gave; those that saw no key count for nothing."""
+    stride = num_rows.to(tl.int64) * (HEAD_DIM_V + 2)  # from split to split
+    l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
+    m_ptr = l_ptr + num_rows
+    top = float("-inf")
+    for first in range(0, num_splits, MERGED):
+        splits = first + tl.arange(0, MERGED)
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        top = tl.maximum(top, tl.max(m_i, 0))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = 0.0
+    acc = tl.zeros([128], tl.float32)
+    for first in range(0, num_splits, MERGED):
+        splits = first + tl.arange(0, MERGED)
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
+        weights = l_i * tl.exp2((m_i - safe) * exp_scale)
+        total += tl.sum(weights, 0)
+        outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
+        columns = 0 + tl.arange(0, 128)
+        inside = (l_i != 0.0)[:, None]
+        outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 128]
+        acc += tl.sum(outs * weights[:, None], 0)
+    seen = total != 0.0
+    safe_total = tl.where(seen, total, 1.0)
+    norm = tl.where(seen, 1.0 / safe_total, 0.0)
+    lse = tl.where(seen, (safe * exp_scale + tl.log2(safe_total)) / LOG2E, float("-inf"))
+    tl.store(lse_ptr + row, lse)
+    columns = 0 + tl.arange(0, 128)
+    value = (acc * norm).to(out_row.dtype.element_ty)
+    tl.store(out_row + columns, value)
 
 
 @triton.jit(do_not_specialize=RUN_TIME)
@@ -279,12 +337,15 @@ def attn_decode(
     head = tl.program_id(0) // num_tiles // num_splits
     batch = (head // num_heads_kv).to(tl.int64)
     head_kv = (head % num_heads_kv).to(tl.int64)
+    q_ptr += batch * whole(stride_qb)
+    out_ptr += batch * tl.cast(stride_ob, tl.int64)
+    row_zero = (batch * num_heads_kv * group_size + head_kv * group_size) * seqlen_q  # of lse
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < group_rows
     rows = tl.minimum(rows, group_rows - 1)  # past the end the last row is computed again
     row_q = rows // group_size
     head_q = head_kv * group_size + rows % group_size
-    row = (batch * num_heads_kv * group_size + head_q) * seqlen_q + row_q  # of lse
+    row = row_zero + rows % group_size * seqlen_q + row_q
     seqlen_k = tl.minimum(tl.maximum(tl.load(seqused_k_ptr + batch), 0), seqlen_k)
     align *= seqlen_k - seqlen_q
 
@@ -324,7 +385,7 @@ def attn_decode(
             tl.store(m_ptr + row, float("-inf"), is_row)
             return
 
-    q_rows = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh) + row_q * whole(stride_qs)
+    q_rows = q_ptr + head_q * whole(stride_qh) + row_q * whole(stride_qs)
     k_head = k_ptr + head_kv * whole(stride_kh)
     v_head = v_ptr + head_kv * whole(stride_vh)
     table_row = block_table_ptr + batch * stride_tb
@@ -399,7 +460,7 @@ def attn_decode(
         out_rows = out_ptr + row * HEAD_DIM_V
     else:
         tl.store(lse_ptr + row, lse, is_row)
-        out_rows = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
+        out_rows = out_ptr + head_q * tl.cast(stride_oh, tl.int64)
         out_rows += row_q * tl.cast(stride_os, tl.int64)
     columns = 0 + tl.arange(0, 128)
     inside = is_row[:, None]
@@ -421,43 +482,21 @@ def attn_decode_merge(
     seqlen_q,
     exp_scale,
 ):
-    """One program: a row of out, from what the splits gave; those that saw no key count for
-    nothing."""
+    """One program: a row of out, from what the splits gave."""
     row = tl.program_id(0)
     batch = (row // seqlen_q // num_heads_q).to(tl.int64)
     head_q = row // seqlen_q % num_heads_q
-    stride = num_rows.to(tl.int64) * (HEAD_DIM_V + 2)  # from split to split
-    l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
-    m_ptr = l_ptr + num_rows
-    top = float("-inf")
-    for first in range(0, num_splits, MERGED):
-        splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        top = tl.maximum(top, tl.max(m_i, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = 0.0
-    acc = tl.zeros([128], tl.float32)
-    for first in range(0, num_splits, MERGED):
-        splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
-        weights = l_i * tl.exp2((m_i - safe) * exp_scale)
-        total += tl.sum(weights, 0)
-        outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
-        columns = 0 + tl.arange(0, 128)
-        inside = (l_i != 0.0)[:, None]
-        outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 128]
-        acc += tl.sum(outs * weights[:, None], 0)
-    seen = total != 0.0
-    safe_total = tl.where(seen, total, 1.0)
-    norm = tl.where(seen, 1.0 / safe_total, 0.0)
-    lse = tl.where(seen, (safe * exp_scale + tl.log2(safe_total)) / LOG2E, float("-inf"))
-    tl.store(lse_ptr + row, lse)
     out_row = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
     out_row += row % seqlen_q * tl.cast(stride_os, tl.int64)
-    columns = 0 + tl.arange(0, 128)
-    value = (acc * norm).to(out_ptr.dtype.element_ty)
-    tl.store(out_row + columns, value)
+    merge_row(
+        partials_ptr,
+        row,
+        out_row,
+        lse_ptr,
+        num_splits,
+        num_rows,
+        exp_scale,
+    )
 
 
 def plan(

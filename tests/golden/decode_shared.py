@@ -3,7 +3,7 @@
 Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run it.
   spec    head_dim=576,head_dim_v=512,dtype=bfloat16,shared_kv=true
   config  lowering=triton,tiles=pointer,block_m=16,block_n=128,num_warps=4,num_stages=3,
-          programs_per_sm=1,split_keys=0
+          programs_per_sm=1,split_keys=0,merge=kernel
   again   attngen emit SPEC --direction decode --config CONFIG, with SPEC and CONFIG as above
 softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
 """
@@ -163,6 +163,49 @@ def attend(
     return acc, l_i, m_i
 
 
+@triton.jit
+def merge_row(
+    partials_ptr,
+    row,
+    out_row,
+    lse_ptr,
+    num_splits,
+    num_rows,
+    exp_scale,
+):
+    """A row of out and lse, from what the splits gave; those that saw no key count for nothing."""
+    stride = num_rows.to(tl.int64) * (HEAD_DIM_V + 2)  # from split to split
+    l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
+    m_ptr = l_ptr + num_rows
+    top = float("-inf")
+    for first in range(0, num_splits, MERGED):
+        splits = first + tl.arange(0, MERGED)
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        top = tl.maximum(top, tl.max(m_i, 0))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    total = 0.0
+    acc = tl.zeros([512], tl.float32)
+    for first in range(0, num_splits, MERGED):
+        splits = first + tl.arange(0, MERGED)
+        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
+        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
+        weights = l_i * tl.exp2((m_i - safe) * exp_scale)
+        total += tl.sum(weights, 0)
+        outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
+        columns = 0 + tl.arange(0, 512)
+        inside = (l_i != 0.0)[:, None]
+        outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 512]
+        acc += tl.sum(outs * weights[:, None], 0)
+    seen = total != 0.0
+    safe_total = tl.where(seen, total, 1.0)
+    norm = tl.where(seen, 1.0 / safe_total, 0.0)
+    lse = tl.where(seen, (safe * exp_scale + tl.log2(safe_total)) / LOG2E, float("-inf"))
+    tl.store(lse_ptr + row, lse)
+    columns = 0 + tl.arange(0, 512)
+    value = (acc * norm).to(out_row.dtype.element_ty)
+    tl.store(out_row + columns, value)
+
+
 @triton.jit(do_not_specialize=RUN_TIME)
 def attn_decode(
     q_ptr,
@@ -204,12 +247,15 @@ def attn_decode(
     head = tl.program_id(0) // num_tiles // num_splits
     batch = (head // num_heads_kv).to(tl.int64)
     head_kv = (head % num_heads_kv).to(tl.int64)
+    q_ptr += batch * whole(stride_qb)
+    out_ptr += batch * tl.cast(stride_ob, tl.int64)
+    row_zero = (batch * num_heads_kv * group_size + head_kv * group_size) * seqlen_q  # of lse
     rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = rows < group_rows
     rows = tl.minimum(rows, group_rows - 1)  # past the end the last row is computed again
     row_q = rows // group_size
     head_q = head_kv * group_size + rows % group_size
-    row = (batch * num_heads_kv * group_size + head_q) * seqlen_q + row_q  # of lse
+    row = row_zero + rows % group_size * seqlen_q + row_q
 
     hi = seqlen_k
     begin = 0
@@ -228,7 +274,7 @@ def attn_decode(
             tl.store(m_ptr + row, float("-inf"), is_row)
             return
 
-    q_rows = q_ptr + batch * whole(stride_qb) + head_q * whole(stride_qh) + row_q * whole(stride_qs)
+    q_rows = q_ptr + head_q * whole(stride_qh) + row_q * whole(stride_qs)
     k_head = k_ptr + head_kv * whole(stride_kh)
     k_head += batch * whole(stride_kb)
     stride_ks = whole(stride_ks)
@@ -266,7 +312,7 @@ def attn_decode(
         out_rows = out_ptr + row * HEAD_DIM_V
     else:
         tl.store(lse_ptr + row, lse, is_row)
-        out_rows = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
+        out_rows = out_ptr + head_q * tl.cast(stride_oh, tl.int64)
         out_rows += row_q * tl.cast(stride_os, tl.int64)
     columns = 0 + tl.arange(0, 512)
     inside = is_row[:, None]
@@ -288,43 +334,21 @@ def attn_decode_merge(
     seqlen_q,
     exp_scale,
 ):
-    """One program: a row of out, from what the splits gave; those that saw no key count for
-    nothing."""
+    """One program: a row of out, from what the splits gave."""
     row = tl.program_id(0)
     batch = (row // seqlen_q // num_heads_q).to(tl.int64)
     head_q = row // seqlen_q % num_heads_q
-    stride = num_rows.to(tl.int64) * (HEAD_DIM_V + 2)  # from split to split
-    l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
-    m_ptr = l_ptr + num_rows
-    top = float("-inf")
-    for first in range(0, num_splits, MERGED):
-        splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        top = tl.maximum(top, tl.max(m_i, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
-    total = 0.0
-    acc = tl.zeros([512], tl.float32)
-    for first in range(0, num_splits, MERGED):
-        splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
-        weights = l_i * tl.exp2((m_i - safe) * exp_scale)
-        total += tl.sum(weights, 0)
-        outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
-        columns = 0 + tl.arange(0, 512)
-        inside = (l_i != 0.0)[:, None]
-        outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 512]
-        acc += tl.sum(outs * weights[:, None], 0)
-    seen = total != 0.0
-    safe_total = tl.where(seen, total, 1.0)
-    norm = tl.where(seen, 1.0 / safe_total, 0.0)
-    lse = tl.where(seen, (safe * exp_scale + tl.log2(safe_total)) / LOG2E, float("-inf"))
-    tl.store(lse_ptr + row, lse)
     out_row = out_ptr + batch * stride_ob + head_q * tl.cast(stride_oh, tl.int64)
     out_row += row % seqlen_q * tl.cast(stride_os, tl.int64)
-    columns = 0 + tl.arange(0, 512)
-    value = (acc * norm).to(out_ptr.dtype.element_ty)
-    tl.store(out_row + columns, value)
+    merge_row(
+        partials_ptr,
+        row,
+        out_row,
+        lse_ptr,
+        num_splits,
+        num_rows,
+        exp_scale,
+    )
 
 
 def plan(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,8 @@ from support import oracle
 from torch import Tensor
 
 import attngen
+from attngen.decode import DecodeConfig
+from attngen.pinned import pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -117,3 +121,71 @@ def test_append_then_attend() -> None:
     call = {"block_table": table, "seqused_k": last + 1, "return_lse": True}
     out, lse = attngen.attention(q[:, :, -1:], keys, values, **call)
     _compare(out, lse, q[:, :, -1:], k, v)
+
+
+LAST = DecodeConfig(
+    block_m=16, block_n=64, num_warps=4, num_stages=3, programs_per_sm=2, merge="last"
+)
+
+
+def test_the_last_split_merges_call_after_call_and_in_graphs() -> None:
+    """Counters are zero again after each launch; graphs have their own, beside other streams."""
+    q, k, v = _inputs(3, 32, 8, 1, 2048, 128)
+    used = torch.full((3,), 2048, device="cuda", dtype=torch.int32)
+    with pinned({"decode": LAST}):
+        for _ in range(50):
+            out, lse = attngen.attention(q, k, v, seqused_k=used, return_lse=True)
+        _compare(out, lse, q, k, v)
+        graph, made = torch.cuda.CUDAGraph(), []
+        with torch.cuda.graph(graph):
+            for _ in range(3):
+                made.append(attngen.attention(q, k, v, seqused_k=used, return_lse=True))
+        side = torch.cuda.Stream()
+        for lengths in ((2048, 1, 0), (100, 2048, 64)):
+            torch.cuda.synchronize()
+            used.copy_(torch.tensor(lengths))
+            torch.cuda.synchronize()
+            graph.replay()
+            with torch.cuda.stream(side):
+                made.append(attngen.attention(q, k, v, seqused_k=used, return_lse=True))
+            torch.cuda.synchronize()
+            for out, lse in made:
+                for b, n in enumerate(lengths):
+                    at = slice(b, b + 1)
+                    _compare(out[at], lse[at], q[at], k[at, :, :n], v[at, :, :n])
+            made.pop()
+
+
+@pytest.mark.parametrize("merge", ["kernel", "last"])
+def test_packed_queries_over_pages(merge: str) -> None:
+    rows, used = (1, 0, 100, 17, 1), (700, 5, 100, 1024, 1)
+    heads, total = 8, sum(rows)
+    q, _, _ = _inputs(1, heads, 2, total, 16, 128)
+    _, k, v = _inputs(len(rows), heads, 2, 1, 1024, 128)
+    (keys, table), (values, _) = _paged(k, 16), _paged(v, 16)
+    offsets = [0, *itertools.accumulate(rows)]
+    call = {
+        "cu_seqlens_q": torch.tensor(offsets, device="cuda", dtype=torch.int32),
+        "seqused_k": torch.tensor(used, device="cuda", dtype=torch.int32),
+        "block_table": table,
+        "causal": True,
+        "return_lse": True,
+    }
+    with pinned({"decode": replace(LAST, block_m=32, merge=merge)}):
+        for _ in range(3):
+            out, lse = attngen.attention(q[0].transpose(0, 1), keys, values, **call)
+    for b, (begin, end) in enumerate(itertools.pairwise(offsets)):
+        if begin < end:
+            tensors = (q[:, :, begin:end], k[b : b + 1, :, : used[b]], v[b : b + 1, :, : used[b]])
+            found = (x[begin:end].transpose(0, 1)[None] for x in (out, lse))
+            _compare(*found, *tensors, causal=True)
+
+
+def test_out_is_the_callers() -> None:
+    q, k, v = _inputs(2, 8, 2, 1, 777, 128)
+    want = attngen.attention(q, k, v)
+    for rows in (q, torch.cat([q] * 130, 2)):
+        want, out = attngen.attention(rows, k, v), torch.empty_like(rows)
+        for _ in range(3):
+            out.zero_()
+            assert attngen.attention(rows, k, v, out=out) is out and torch.equal(out, want)

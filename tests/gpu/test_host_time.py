@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import time
 from collections.abc import Callable
@@ -9,8 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attngen
+from attngen.decode import DecodeConfig
+from attngen.pinned import pinned
 from attngen.resolve import resolve
 from attngen.workload import Workload, bucket
 
@@ -19,6 +23,7 @@ pytestmark = pytest.mark.gpu
 LIMIT_US = 15.0
 LIMIT_US_WITH_GRAD = 40.0
 ROUNDS = 1500
+DECODE_OVER_SDPA = 1.5
 
 
 def test_host_time_above_a_raw_launch() -> None:
@@ -46,6 +51,35 @@ def test_host_time_above_a_raw_launch() -> None:
     assert above["call"] <= LIMIT_US, above
     assert above["functional call"] <= LIMIT_US, above
     assert above["call with grad"] <= LIMIT_US_WITH_GRAD, above
+
+
+@pytest.mark.parametrize("split_keys", [0, 32], ids=["whole", "split"])
+def test_host_time_of_decode_beside_sdpa(split_keys: int) -> None:
+    """Dense, over lengths and over pages, by the function and by a compiled spec."""
+    q = torch.randn(1, 4, 1, 64, device="cuda", dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, 1, 64, 64, device="cuda", dtype=torch.bfloat16)
+    pages = [x.transpose(1, 2).reshape(4, 16, 1, 64).contiguous() for x in (k, v)]
+    wide = [x.expand(1, 4, 64, 64).contiguous() for x in (k, v)]
+    used = torch.full((1,), 64, device="cuda", dtype=torch.int32)
+    table = torch.arange(4, device="cuda", dtype=torch.int32).view(1, 4)
+    kinds: dict[str, tuple[dict[str, Any], list[torch.Tensor], dict[str, Any]]] = {
+        "dense": ({}, [k, v], {}),
+        "lengths": ({"key_lengths": True}, [k, v], {"seqused_k": used}),
+        "paged": ({"paged": True}, pages, {"seqused_k": used, "block_table": table}),
+    }
+    config = DecodeConfig(
+        block_m=16, block_n=16, num_warps=4, num_stages=2, split_keys=split_keys or 64, merge="last"
+    )
+    calls: dict[str, Callable[[], Any]] = {}
+    for name, (fields, keys, named) in kinds.items():
+        attn = attngen.compile(attngen.AttentionSpec(head_dim=64, **fields))
+        calls[f"{name}, object"] = functools.partial(attn, q, *keys, **named)
+        calls[f"{name}, function"] = functools.partial(attngen.attention, q, *keys, **named)
+    calls["sdpa"] = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, *wide)
+    with torch.no_grad(), pinned({"decode": config}), sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        at_best = _fast_decile_us(calls)
+    limit = DECODE_OVER_SDPA * at_best.pop("sdpa")
+    assert all(us <= limit for us in at_best.values()), (limit, at_best)
 
 
 def _fast_decile_us(calls: dict[str, Callable[[], Any]]) -> dict[str, float]:

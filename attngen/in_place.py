@@ -1,0 +1,107 @@
+"""`out=`: a forward into a tensor of the caller's, by the op `attngen::fwd_out`. It has no
+gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attngen import calls, ops
+from attngen.checks import is_cast
+from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.identity import parsed
+from attngen.values import shown
+
+_LIBRARY = torch.library.Library("attngen", "FRAGMENT")
+_LIBRARY.define(
+    "fwd_out(str spec, Tensor q, Tensor k, Tensor v, Tensor(a!) out, Tensor?[] extra,"
+    " float[] scalars, SymInt[] ints) -> Tensor"
+)
+
+
+def heads_first(out: Any, layout: Any, is_packed: bool, return_aux: Any) -> Tensor:
+    """A call's out as a (batch, heads, seqlen, dim) view."""
+    if not isinstance(out, Tensor) or out.is_nested:
+        raise SpecError(f"out must be a dense torch.Tensor, got {shown(out)}")
+    if return_aux:
+        raise UnsupportedSpecError(
+            [f"return_aux={return_aux!r} with out= is not built yet; return_lse=True is"]
+        )
+    dims = 3 if is_packed else 4
+    if out.dim() != dims:
+        raise SpecError(f"out must have {dims} dims, as q has, got shape {tuple(out.shape)}")
+    if is_packed:
+        return out.transpose(0, 1).unsqueeze(0)
+    return out.transpose(1, 2) if layout == "bshd" else out
+
+
+def results(out: Tensor, found: Any, return_lse: bool) -> Any:
+    """What a call returns, with the caller's own out for a view of it."""
+    return (out, found[1]) if return_lse else out
+
+
+def forward(
+    text_key: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    extra: Sequence[Tensor | None],
+    scalars: Sequence[float],
+    ints: Sequence[int],
+) -> Tensor:
+    """`torch.ops.attngen.fwd_out`: writes out, gives lse."""
+    return torch.ops.attngen.fwd_out(text_key, q, k, v, out, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
+
+
+def _forward(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Any, scalars: Any, ints: Any
+) -> Tensor:
+    _, lse = calls.forward(text_key, q, k, v, extra, scalars, ints, out)
+    return lse
+
+
+def _fake(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Any, scalars: Any, ints: Any
+) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _refuse_gradients(
+    text_key: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Any, *numbers: Any
+) -> Tensor:
+    given = (q, k, v, out, *extra)
+    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    if learns or ops.have_tangents(*given):
+        raise UnsupportedSpecError(
+            ["out= has no derivative; call it under torch.no_grad(), or leave out= out"]
+        )
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.attngen.fwd_out(text_key, q, k, v, out, extra, *numbers)  # type: ignore[no-any-return]  # torch.ops is untyped
+
+
+def _refuse_vmap(*arguments: Any) -> Any:
+    raise UnsupportedSpecError(["vmap over out= is not offered; fold samples into the batch"])
+
+
+def _autocast(key: torch._C.DispatchKey) -> Any:
+    def cast(text_key: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
+        wanted = getattr(torch, parsed(text_key).dtype)
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+            if is_cast(wanted):
+                q, k, v = (x.to(wanted) if is_cast(x.dtype) else x for x in (q, k, v))
+            return torch.ops.attngen.fwd_out(text_key, q, k, v, out, *rest)  # type: ignore[no-any-return]  # torch.ops is untyped
+
+    return cast
+
+
+for _key in ("CUDA", "CPU"):
+    _LIBRARY.impl("fwd_out", _forward, _key)
+    _name = f"Autocast{_key}"
+    _LIBRARY.impl("fwd_out", _autocast(getattr(torch._C.DispatchKey, _name)), _name)
+_LIBRARY.impl("fwd_out", _refuse_gradients, "Autograd")
+torch.library.register_fake("attngen::fwd_out", _fake, lib=_LIBRARY)
+torch.library.register_vmap("attngen::fwd_out", _refuse_vmap, lib=_LIBRARY)
