@@ -26,7 +26,8 @@ _HOME = {
     "compile": "attngen.api",
     "Attention": "attngen.api",
     "attention": "attngen.api",
-    "sdpa": "attngen.api",
+    "sdpa": "attngen.torch_sdpa",
+    "patch_sdpa": "attngen.torch_sdpa",
     "reload": "attngen.api",
     "append_and_attend": "attngen.append_attend",
     "append_kv": "attngen.append",
@@ -59,6 +60,7 @@ __all__ = [
     "dropout_keep",
     "make_block_map",
     "merge",
+    "patch_sdpa",
     "quantize",
     "reload",
     "sdpa",
@@ -67,7 +69,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from attngen.api import Attention, attention, compile, reload, sdpa
+    from attngen.api import Attention, attention, compile, reload
     from attngen.append import append_kv
     from attngen.append_attend import append_and_attend
     from attngen.block_map import make_block_map
@@ -88,6 +90,7 @@ if TYPE_CHECKING:
     from attngen.merge import merge
     from attngen.spec import AttentionSpec
     from attngen.sync import sync_configs
+    from attngen.torch_sdpa import patch_sdpa, sdpa
     from attngen.tuner import tune
     from attngen.workload import Workload
 

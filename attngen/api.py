@@ -1,4 +1,4 @@
-"""compile(), attention(), sdpa(): validate a call, then hand it to the op."""
+"""compile() and attention(): validate a call, then hand it to the op."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from torch import Tensor
 from attngen import in_place, kv_cache, ops, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import (
-    BIAS_DTYPES,
     SCORE_FIELDS,
     Shard,
     check_call,
     check_kinds,
-    check_place,
     check_results,
     check_scale,
     check_score_fields,
@@ -28,13 +26,12 @@ from attngen.checks import (
     check_shard,
     check_tensors,
     compute_dtype,
-    fits,
     heads_first,
     refuse_names,
     scale_kind,
 )
 from attngen.dropout import seed_tensor
-from attngen.errors import DtypeError, SpecError
+from attngen.errors import SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.jagged import are_jagged
 from attngen.masks import check_mask_fields, fields_of
@@ -601,108 +598,6 @@ def attention(
     )
     results = given.results(made, lse, sides, return_lse, wanted)
     return results if out is None else in_place.results(out, results, return_lse)
-
-
-def sdpa(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Tensor:
-    """What `torch.nn.functional.scaled_dot_product_attention` means, by an attngen kernel.
-
-    Args:
-        query, key, value: (..., heads, seqlen, dim), at least 3 dims; leading dims are equal, where
-            SDPA broadcasts them.
-        attn_mask: broadcastable to (..., heads, seqlen_q, seqlen_k), where three dims stand for
-            (..., seqlen_q, seqlen_k). Bool: True is a key that may be seen; float16, bfloat16 or
-            float32: added to the scores. Not together with is_causal.
-        dropout_p: drops whenever it is > 0, as SDPA does; pass 0.0 in evaluation.
-        is_causal: top-left aligned (key j visible iff j <= i).
-        scale: default 1 / sqrt(head_dim).
-        enable_gqa: lets key and value have fewer heads than query.
-    """
-    check_kinds({"query": query, "key": key, "value": value})
-    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
-    if scale is not None:
-        scale = scale_number("scale", scale)
-    lead = query.shape[:-3]
-    tensors = [query, key, value]
-    if query.dim() < 3:
-        raise SpecError(
-            f"query must have at least 3 dims, got shape {tuple(query.shape)}; add them with "
-            ".unsqueeze(0)"
-        )
-    for name, x in (("key", key), ("value", value)):
-        if x.dim() != query.dim() or x.shape[:-3] != lead:
-            raise SpecError(
-                f"{name} must have the leading dims of query, got shapes {tuple(x.shape)} and "
-                f"{tuple(query.shape)} (..., heads, seqlen, dim); expand it"
-            )
-    if query.dim() == 3:
-        tensors = [x.unsqueeze(1) for x in tensors]  # (batch, seqlen, dim): one head
-    elif query.dim() > 4:
-        tensors = [x.flatten(0, -4) for x in tensors]
-    q, k, v = tensors
-    if q.dim() == 4 and k.dim() == 4 and q.shape[1] != k.shape[1] and not enable_gqa:
-        raise SpecError(
-            f"query has {q.shape[1]} heads and key {k.shape[1]}; pass enable_gqa=True for grouped "
-            "queries"
-        )
-    if attn_mask is not None and is_causal:
-        raise SpecError(
-            "attn_mask and is_causal=True exclude each other; let the mask hide what is causal, or "
-            "call attngen.attention, which takes both"
-        )
-    mask, bias = None, None
-    if attn_mask is not None:
-        mask, bias = _sdpa_mask(attn_mask, query, key)
-    causal = "top_left" if is_causal else False
-    out = attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        softmax_scale=scale,
-        attn_mask=mask,
-        bias=bias,
-        dropout_p=dropout_p,
-    )
-    if query.dim() == 3:
-        return out.squeeze(1)  # type: ignore[no-any-return]  # a Tensor
-    return out.unflatten(0, lead) if query.dim() > 4 else out  # type: ignore[no-any-return]  # one too
-
-
-def _sdpa_mask(mask: Any, query: Tensor, key: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """SDPA's attn_mask as attn_mask or bias of `attention`, of at most 4 dims."""
-    check_place("attn_mask", mask, query)
-    if mask.dtype != torch.bool and mask.dtype not in BIAS_DTYPES:
-        step = "cast it with attn_mask.float()"
-        if not mask.is_floating_point():
-            step = "write attn_mask.bool(), where True is a key that may be seen"
-        raise DtypeError(
-            f"attn_mask must be bool, float16, bfloat16 or float32, got {mask.dtype}; {step}"
-        )
-    full = (*query.shape[:-1], key.shape[-2])
-    tile = mask
-    while tile.dim() < len(full):
-        tile = tile.unsqueeze(0)
-    if tile.dim() > len(full) or not fits(tile.shape, full):
-        raise SpecError(
-            f"attn_mask must be broadcastable to (..., heads, seqlen_q, seqlen_k) {full}, got "
-            f"shape {tuple(mask.shape)}; make each dim 1 or full"
-        )
-    if query.dim() == 3:
-        tile = tile.unsqueeze(1)
-    elif query.dim() > 4:
-        if any(size != 1 for size in tile.shape[:-3]):
-            tile = tile.expand(*query.shape[:-3], *tile.shape[-3:])
-        tile = tile.flatten(0, -4)
-    return (tile, None) if tile.dtype == torch.bool else (None, tile)
 
 
 def reload() -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
-from attngen import calls, recompute, tangents, transforms
+from attngen import calls, recompute, sharding, tangents, transforms
 from attngen.checks import check_gradient_dtypes, is_cast
 from attngen.errors import UnsupportedSpecError
 from attngen.identity import parsed
@@ -107,6 +107,7 @@ def forward(
     if not (_is_plain(q, k, v) and _have_plain_types(extra)) or torch.is_autocast_enabled(
         q.device.type
     ):
+        sharding.meet(q, k, v)
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     if have_tangents(q, k, v, *extra):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
@@ -341,10 +342,12 @@ def _autograd_forward(
     if _needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         refuse_gradients(parsed(text_key))
+        sharding.meet(q, k, v)
         function = AttngenDirect if direct else AttngenAttention
         return list(_apply(function, text_key, scalars, ints, q, k, v, *extra))
     if direct:
         return calls.forward(text_key, q, k, v, extra, scalars, ints)
+    sharding.meet(q, k, v)
     with torch._C._AutoDispatchBelowAutograd():
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
 
@@ -405,6 +408,11 @@ def _autograd_backward(
     ints: Any,
     needs: Sequence[bool] = (),
 ) -> Any:
+    given = (q, k, v, out, lse, dout, dlse)
+    plain = _is_plain(*given) and _have_plain_types(extra)
+    if plain and not (_mayhave_tangents() or torch.is_grad_enabled() or _is_batched(dout, dlse)):
+        return calls.backward(text_key, *given, extra, scalars, ints, needs)
+
     def run(*tensors: Tensor | None) -> Any:
         lists = (list(tensors[5:]), scalars, ints)
         inputs = (*tensors[:3], out, lse, *tensors[3:5])

@@ -21,6 +21,7 @@ ROTATING = {
     "test_col_sums.py",
     "test_decode.py",
     "test_flash_attn.py",
+    "test_flex_attention.py",
     "test_hopper.py",
     "test_hopper_packed.py",
     "test_hopper_packed_bwd.py",
@@ -30,10 +31,12 @@ ROTATING = {
     "test_packed_terms.py",
     "test_score_functions.py",
     "test_scores.py",
+    "test_sdpa.py",
     "test_second.py",
     "test_shared_kv.py",
     "test_side_outputs.py",
     "test_structured_masks.py",
+    "test_torch_backend.py",
 }
 
 

@@ -377,8 +377,13 @@ def test_unknown_arguments_name_the_option_of_their_own_call() -> None:
     ({"dropout_p": None}, "None", "from 0 to 1"),
     ({"key": [1]}, "got list", "torch.as_tensor(key)"),
     ({"query": np.zeros((1, 2, 5, 16))}, "numpy.ndarray", "torch.as_tensor(query)"),
-    ({"key": Q[0]}, "key must have the leading dims of query", "expand it"),
-    ({"value": Q.expand(2, 2, 5, 16)}, "(2, 2, 5, 16)", "expand it"),
+    (
+        {"query": Q.expand(2, 2, 5, 16), "key": Q.expand(3, 2, 5, 16)},
+        "leading dims that are equal or 1",
+        "expand them",
+    ),
+    ({"key": Q[0, 0, 0]}, "key must have at least 2 dims", ".unsqueeze(0)"),
+    ({"attn_mask": Q[0, :, :, :5, None]}, "attn_mask must be broadcastable", "1 or full"),
 )
 def test_sdpa_argument_is_refused(fields: dict[str, Any], value: str, step: str) -> None:
     call = {"query": Q, "key": Q, "value": Q, **fields}
@@ -387,7 +392,7 @@ def test_sdpa_argument_is_refused(fields: dict[str, Any], value: str, step: str)
 
 def test_sdpa_compares_leading_dims_one_by_one() -> None:
     q, k = torch.randn(2, 3, 1, 4, 16), torch.randn(3, 2, 1, 4, 16)
-    refused(lambda: attngen.sdpa(q, k, k), attngen.SpecError, "(3, 2, 1, 4, 16)", "expand it")
+    refused(lambda: attngen.sdpa(q, k, k), attngen.SpecError, "(3, 2, 1, 4, 16)", "expand them")
 
 
 # ---- q, k and v -----------------------------------------------------------------------------

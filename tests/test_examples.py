@@ -36,6 +36,8 @@ PROMISES = {
     "cascade": ("cascade against one call", "keys and values read"),
     "finetune_transformers": ("with eager attention", "less than at first: True"),
     "diffusers_block": ("attngen against native attention: relative difference",),
+    "bench_training": ("attngen: first step", "sdpa: first step", "throughput over SDPA's:"),
+    "nanogpt_training": ("loss fell from",),
     "tune_and_read_kernel": ("record kept in", '"direction": "fwd"', "def visible_keys("),
 }
 
@@ -45,10 +47,12 @@ NEEDS = {"finetune_transformers": "transformers", "diffusers_block": "diffusers"
 
 @pytest.mark.parametrize("name", PROMISES)
 @pytest.mark.filterwarnings("ignore:attngen. no CUDA device")
-def test_example(name: str, capfd: pytest.CaptureFixture[str]):
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo asks for it
+def test_example(name: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"{NEEDS[name]} is not installed")
         warnings.simplefilter("ignore")  # theirs
+    monkeypatch.setattr("sys.argv", [name])
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
     printed = capfd.readouterr().out
     for promise in PROMISES[name]:

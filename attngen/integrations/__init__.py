@@ -3,7 +3,7 @@
 transformers     register(): attn_implementation="attngen"
 diffusers        register(): model.set_attention_backend("attngen")
 flash_attn       flash_attn_func and its relatives, by attngen's kernels
-flex_attention   flex_attention(), with torch's BlockMask
+flex_attention   flex_attention(), with torch's BlockMask; the module can be called itself
 torch_backend    the flash path of torch's own attention
 """
 
@@ -12,14 +12,10 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-_MODULES = ("diffusers", "flash_attn", "torch_backend", "transformers")
+_MODULES = ("diffusers", "flash_attn", "flex_attention", "torch_backend", "transformers")
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"attngen.integrations.{name}")
-    if name == "flex_attention":  # the function, as torch.nn.attention.flex_attention has it
-        found = importlib.import_module("attngen.integrations.flex_attention").flex_attention
-        globals()[name] = found
-        return found
     raise AttributeError(f"module 'attngen.integrations' has no attribute {name!r}")

@@ -1,0 +1,347 @@
+"""torch's scaled_dot_product_attention by attngen kernels: sdpa() and patch_sdpa()."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import CausalBias, CausalVariant
+
+from attngen import interpreter
+from attngen.api import attention
+from attngen.checks import BIAS_DTYPES, check_kinds, check_place, compute_dtype, fits
+from attngen.errors import DtypeError, SpecError
+from attngen.jagged import are_jagged
+from attngen.values import flag, scale_number
+
+
+def sdpa(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What `torch.nn.functional.scaled_dot_product_attention` means, by an attngen kernel.
+
+    Args:
+        query, key, value: (..., heads, seqlen, dim), or (seqlen, dim); leading dims are
+            broadcast, and so are heads. Or all three jagged nested tensors, (batch, heads, seqlen,
+            dim).
+        attn_mask: broadcastable to (..., heads, seqlen_q, seqlen_k), where three dims stand for
+            (..., seqlen_q, seqlen_k). Bool: True is a key that may be seen; float16, bfloat16 or
+            float32: added to the scores, and differentiable. Or what
+            `torch.nn.attention.bias.causal_lower_right` and `causal_upper_left` make. Not together
+            with is_causal.
+        dropout_p: drops whenever it is > 0, as SDPA does; pass 0.0 in evaluation.
+        is_causal: top-left aligned (key j visible iff j <= i).
+        scale: default 1 / sqrt(head_dim).
+        enable_gqa: lets key and value have fewer heads than query.
+
+    Returns:
+        (..., heads, seqlen_q, head_dim_v). A query that sees no key gets 0.
+
+    Raises:
+        SpecError: an argument, shape, dtype or device is wrong.
+    """
+    is_causal, enable_gqa = flag("is_causal", is_causal), flag("enable_gqa", enable_gqa)
+    if scale is not None:
+        scale = scale_number("scale", scale)
+    if attn_mask is not None and is_causal:
+        raise SpecError(
+            "attn_mask and is_causal=True exclude each other; let the mask hide what is causal, or "
+            "call attngen.attention, which takes both"
+        )
+    causal: bool | str = "top_left" if is_causal else False
+    if isinstance(attn_mask, CausalBias):
+        causal, attn_mask = _alignment(attn_mask, query, key), None
+    options: dict[str, Any] = {"softmax_scale": scale, "dropout_p": dropout_p}
+    if are_jagged(query, key, value):
+        if attn_mask is not None:
+            raise SpecError(
+                "attn_mask with nested tensors: packed sequences have no dense mask; leave it out, "
+                "or call attngen.attention with mask_mod"
+            )
+        return attention(query, key, value, causal=causal, **options)  # type: ignore[no-any-return]  # a Tensor
+    check_kinds({"query": query, "key": key, "value": value})
+    q, k, v, lead = _four_dims(query, key, value, enable_gqa)
+    rank = max(query.dim(), key.dim(), value.dim())
+    mask, bias = None, None
+    if attn_mask is not None:
+        full = (*lead, q.shape[1], q.shape[2], k.shape[2])
+        tile = _mask(attn_mask, query, full if rank > 2 else full[1:])
+        mask, bias = (tile, None) if tile.dtype == torch.bool else (None, tile)
+    out = attention(q, k, v, causal=causal, attn_mask=mask, bias=bias, **options)
+    if rank > 4:
+        out = out.unflatten(0, lead)
+    while rank < out.dim():
+        out = out.squeeze(0)
+    return out  # type: ignore[no-any-return]  # a Tensor
+
+
+def _four_dims(
+    query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...]]:
+    """q, k and v as `attention` takes them, and the leading dims of the result."""
+    shapes = query.shape, key.shape, value.shape
+    if query.dim() == key.dim() == value.dim() == 4 and key.shape[:2] == value.shape[:2]:
+        _check_heads(query.shape[1], key.shape[1], value.shape[1], enable_gqa, shapes)
+        if query.shape[0] == key.shape[0] and query.shape[1] >= key.shape[1]:
+            return query, key, value, tuple(query.shape[:1])
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if x.dim() < 2:
+            raise SpecError(
+                f"{name} must have at least 2 dims, got shape {tuple(x.shape)}; add them with "
+                ".unsqueeze(0)"
+            )
+    rank = max(query.dim(), key.dim(), value.dim(), 3)
+    tensors = []
+    for x in (query, key, value):
+        while x.dim() < rank:
+            x = x.unsqueeze(0)
+        tensors.append(x)
+    lead = _broadcast([x.shape[:-3] for x in tensors], shapes)
+    counts = [x.shape[-3] for x in tensors]
+    _check_heads(counts[0], counts[1], counts[2], enable_gqa, shapes)
+    heads = counts[0] if enable_gqa else max(counts)
+    if any(count == 0 for count in counts):
+        heads = 0
+    for n, x in enumerate(tensors):
+        wanted = heads
+        if n > 0 and counts[1] == counts[2]:
+            wanted = counts[1]  # groups of query heads, of which one group is the broadcast
+        elif enable_gqa:
+            x = x.repeat_interleave(heads // counts[n], -3)
+        tensors[n] = x.expand(*lead, wanted, *x.shape[-2:])
+    if rank == 3:
+        tensors = [x.unsqueeze(0) for x in tensors]
+    elif rank > 4:
+        tensors = [x.flatten(0, -4) for x in tensors]
+    return tensors[0], tensors[1], tensors[2], lead
+
+
+def _broadcast(leads: list[torch.Size], shapes: tuple[torch.Size, ...]) -> tuple[int, ...]:
+    """The leading dims that all have, or are expanded to."""
+    found = []
+    for sizes in zip(*leads, strict=True):
+        size = next((each for each in sizes if each != 1), 1)
+        if any(each != size and each != 1 for each in sizes):
+            q, k, v = (tuple(shape) for shape in shapes)
+            raise SpecError(
+                "query, key and value must have leading dims that are equal or 1, got shapes "
+                f"{q}, {k} and {v} (..., heads, seqlen, dim); expand them"
+            )
+        found.append(size)
+    return tuple(found)
+
+
+def _check_heads(
+    of_q: int, of_k: int, of_v: int, enable_gqa: bool, shapes: tuple[torch.Size, ...]
+) -> None:
+    if enable_gqa:
+        if of_k == 0 or of_v == 0 or of_q % of_k or of_q % of_v:
+            raise SpecError(
+                f"query must have a multiple of the heads of key and value, got {of_q}, {of_k} and "
+                f"{of_v}; the heads are dim -3"
+            )
+        return
+    count = next((each for each in (of_q, of_k, of_v) if each != 1), 1)
+    if any(each != count and each != 1 for each in (of_q, of_k, of_v)):
+        other = f"key {of_k}" if of_k != of_q else f"value {of_v}"
+        raise SpecError(
+            f"query has {of_q} heads and {other}; pass enable_gqa=True for grouped queries"
+        )
+
+
+def _alignment(bias: CausalBias, query: Tensor, key: Tensor) -> str:
+    """The `causal` of a CausalBias."""
+    sizes = (bias.seq_len_q, bias.seq_len_kv)
+    if not query.is_nested and sizes != (query.shape[-2], key.shape[-2]):
+        raise SpecError(
+            f"attn_mask is a causal bias of {sizes[0]} queries and {sizes[1]} keys, got "
+            f"{query.shape[-2]} and {key.shape[-2]}; make one for these lengths"
+        )
+    return "top_left" if bias.variant == CausalVariant.UPPER_LEFT else "bottom_right"
+
+
+def _mask(mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor:
+    """SDPA's attn_mask, of four dims."""
+    check_place("attn_mask", mask, query)
+    if mask.dtype != torch.bool and mask.dtype not in BIAS_DTYPES:
+        step = "cast it with attn_mask.float()"
+        if not mask.is_floating_point():
+            step = "write attn_mask.bool(), where True is a key that may be seen"
+        raise DtypeError(
+            f"attn_mask must be bool, float16, bfloat16 or float32, got {mask.dtype}; {step}"
+        )
+    tile: Tensor = mask
+    while tile.dim() < len(full):
+        tile = tile.unsqueeze(0)
+    if tile.dim() > len(full) or not fits(tile.shape, full):
+        raise SpecError(
+            f"attn_mask must be broadcastable to (..., heads, seqlen_q, seqlen_k) {full}, got "
+            f"shape {tuple(mask.shape)}; make each dim 1 or full"
+        )
+    while tile.dim() < 4:
+        tile = tile.unsqueeze(0)
+    if tile.dim() > 4:
+        if any(size != 1 for size in tile.shape[:-3]):
+            tile = tile.expand(*full[:-3], *tile.shape[-3:])
+        tile = tile.flatten(0, -4)
+    return tile
+
+
+# ---- patch_sdpa -------------------------------------------------------------------------------
+
+_TORCH_SDPA = F.scaled_dot_product_attention
+_LOCK = threading.Lock()
+_patches: list[SdpaPatch] = []
+_told: set[str] = set()
+
+
+class SdpaPatch:
+    """A patch in force. Leave it as a context manager, or call `restore`."""
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        with _LOCK:
+            _patches.append(self)
+            _install()
+
+    def restore(self) -> None:
+        """Undo this patch, in whatever order; a second call does nothing."""
+        with _LOCK:
+            if self in _patches:
+                _patches.remove(self)
+                _install()
+
+    def __enter__(self) -> SdpaPatch:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.restore()
+
+
+def patch_sdpa(*, strict: bool = False) -> SdpaPatch:
+    """Let `torch.nn.functional.scaled_dot_product_attention` be `attngen.sdpa`, for all threads:
+    from this call on, or as a context manager.
+
+    Calls that attngen does not serve go on to torch, with one warning for each reason: other
+    dtypes (float64), other devices (CPU tensors beside a GPU), head dims above 256, nested tensors
+    with a mask, attn_mask together with is_causal, and torch.jit.trace. So do calls under
+    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, without a warning.
+
+    Code that imported the function by name before keeps torch's, and so do torch's own fused
+    modules (`nn.MultiheadAttention` in evaluation); `attngen.integrations.torch_backend` reaches
+    these.
+
+    Args:
+        strict: raise attngen's error where a call is not served, instead of going on to torch.
+    """
+    return SdpaPatch(flag("strict", strict))
+
+
+def _install() -> None:
+    function: Any = _TORCH_SDPA
+    if _patches:
+        function = _strict if _patches[-1].strict else _patched
+    F.scaled_dot_product_attention = function
+
+
+def _strict(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's function in a strict patch."""
+    if _wants_math():
+        return _TORCH_SDPA(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+
+def _patched(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's function in a patch."""
+    why = _unserved(query, key, value, attn_mask, is_causal)
+    if why is None:
+        return sdpa(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    if why and not torch.compiler.is_compiling() and why not in _told:
+        _told.add(why)
+        warnings.warn(
+            f"attngen serves no scaled_dot_product_attention of {why}; torch's runs. "
+            "patch_sdpa(strict=True) raises instead",
+            stacklevel=2,
+        )
+    return _TORCH_SDPA(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def _wants_math() -> bool:
+    """Has the caller switched all fused kernels off?"""
+    backends = torch.backends.cuda
+    return not (
+        backends.flash_sdp_enabled()
+        or backends.mem_efficient_sdp_enabled()
+        or backends.cudnn_sdp_enabled()
+    )
+
+
+def _interprets() -> bool:
+    return interpreter.enabled()
+
+
+# To torch.compile, which cannot trace them, both are what they were when it traced.
+torch.compiler.assume_constant_result(_wants_math)
+torch.compiler.assume_constant_result(_interprets)
+
+
+def _unserved(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any) -> str | None:
+    """Why a call is torch's; "" where it asked for that."""
+    if not all(isinstance(x, Tensor) for x in (query, key, value)) or _wants_math():
+        return ""
+    if torch._C._get_tracing_state() is not None:
+        return "torch.jit.trace"
+    device = query.device.type
+    if device not in ("cuda", "cpu") or (device == "cpu" and not _interprets()):
+        return f"{device} tensors"
+    dtype = compute_dtype(query)
+    if dtype not in ("float16", "bfloat16", "float32"):
+        return dtype
+    if not all(1 <= x.shape[-1] <= 256 for x in (query, value)):
+        return f"head dims {query.shape[-1]} and {value.shape[-1]}"
+    if query.is_nested and (attn_mask is not None or not are_jagged(query, key, value)):
+        return "nested tensors with a mask, or not jagged"
+    if attn_mask is not None and is_causal:
+        return "attn_mask together with is_causal"
+    if isinstance(attn_mask, Tensor) and attn_mask.dtype == torch.float64:
+        return "a float64 mask"
+    return None
