@@ -162,7 +162,7 @@ def test_equal_specs_share_what_is_known(taken: list[Any]) -> None:
         {"window": (5, 0, 0)},
         {"softmax_scale": "0.3"},
         {"layout": "sbhd"},
-        {"bias": object()},
+        {"bias": [1.0]},
         {"nonsense": None},
     ],
     ids=str,
