@@ -127,6 +127,7 @@ def _key(owner: Any, tensors: list[Any], named: dict[str, Any]) -> tuple[Any, ..
         or torch._C._are_functorch_transforms_active()
         or torch._C._is_any_autocast_enabled()
         or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
     ):
         return None
     q, k, v = tensors

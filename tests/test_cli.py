@@ -79,7 +79,7 @@ def stored(path: Path, *records: Any) -> Path:
         pytest.param("emit head_dim=64,dropout_p=nan", ("nan", "0 to 1"), id="dropout"),
         pytest.param("emit head_dim=64,window=3", ("'3'", "LEFT:RIGHT"), id="window"),
         pytest.param(
-            "emit head_dim=64,paged=true,layout=thd", ("paged", "not built"), id="not-built"
+            "emit head_dim=64,documents=true,layout=thd", ("documents", "not built"), id="not-built"
         ),
         pytest.param(
             "explain head_dim=64 --workload 1,2,3", ("'1,2,3'", "4,32,8"), id="workload-short"

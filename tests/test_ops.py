@@ -76,9 +76,9 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     launch = calls.launch
 
-    def counting(call: Any, inputs: Any, extra: Any) -> Any:
+    def counting(call: Any, inputs: Any, *more: Any) -> Any:
         seen.append("fwd" if len(inputs) == 3 else "bwd")
-        return launch(call, inputs, extra)
+        return launch(call, inputs, *more)
 
     monkeypatch.setattr(calls, "launch", counting)
     return seen
