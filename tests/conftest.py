@@ -19,7 +19,10 @@ ROTATING = {
     "test_block_map.py",
     "test_bounds.py",
     "test_col_sums.py",
+    "test_compile_only.py",
+    "test_context_parallel.py",
     "test_decode.py",
+    "test_distributed.py",
     "test_flash_attn.py",
     "test_flex_attention.py",
     "test_hopper.py",
@@ -32,11 +35,14 @@ ROTATING = {
     "test_score_functions.py",
     "test_scores.py",
     "test_sdpa.py",
+    "test_seams.py",
     "test_second.py",
     "test_shared_kv.py",
     "test_side_outputs.py",
+    "test_standalone.py",
     "test_structured_masks.py",
     "test_torch_backend.py",
+    "test_tuner_workers.py",
 }
 
 

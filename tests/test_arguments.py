@@ -511,6 +511,7 @@ def test_symbolic_ints_pass_in_one_graph() -> None:
     assert counters["stats"]["unique_graphs"] == 2  # a window that is cut has its own
 
 
+@pytest.mark.slow
 def test_symbolic_floats_pass() -> None:
     def attend(q: Tensor, scale: float, cap: float, p: float) -> Any:
         call = {"dropout_p": p, "dropout_seed": 3, "return_lse": True}

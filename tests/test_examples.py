@@ -47,6 +47,7 @@ OVER_RANKS = ("ring_training", "context_parallel_model", "bench_context_parallel
 NEEDS = {"finetune_transformers": "transformers", "diffusers_block": "diffusers"}
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", PROMISES)
 @pytest.mark.filterwarnings("ignore:attngen. no CUDA device")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # dynamo asks for it

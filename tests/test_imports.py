@@ -74,6 +74,7 @@ def test_every_public_name_loads() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("code", ["import attngen", "import attngen; attngen.attention"])
 def test_import_starts_no_cuda(code: str) -> None:
     done = python(f"import torch\n{code}\nprint(torch.cuda.is_initialized())")

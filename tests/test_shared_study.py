@@ -108,6 +108,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[set[str], dict]:
     return measured, worker.winner()
 
 
+@pytest.mark.rotating
 def test_three_workers_measure_each_config_once(
     url: str, tmp_path: Path, alone: tuple[set[str], dict]
 ) -> None:

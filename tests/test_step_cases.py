@@ -131,6 +131,7 @@ print(attngen.attention(q, q, q, softcap=3.0).sum().item())
 """
 
 
+@pytest.mark.slow
 def test_rac_1_processes_with_one_empty_cache_all_succeed(tmp_path: Path) -> None:
     environment = {**os.environ, "ATTNGEN_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPO)}
     children = [
