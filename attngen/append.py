@@ -14,6 +14,7 @@ from torch import Tensor
 from attngen import interpreter, kv_cache
 from attngen.checks import check_kinds
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.in_place import count_write
 from attngen.kernel import load, run, write
 from attngen.memory import empty_bshd
 from attngen.paged import check_page_size
@@ -365,8 +366,15 @@ def _refuse_gradients(*arguments: Any) -> Tensor:
         raise UnsupportedSpecError(
             ["append_kv has no backward; call it under torch.no_grad(), or detach its tensors"]
         )
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.attngen.append_kv(*arguments)  # type: ignore[no-any-return]  # torch.ops is untyped
+    return _counted(*arguments)
+
+
+def _counted(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
+    """The op below autograd, which learns of the writes."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        rotated: Tensor = torch.ops.attngen.append_kv(k, v, k_cache, v_cache, *rest)
+    count_write(k_cache, v_cache)
+    return rotated
 
 
 def _refuse_vmap(*arguments: Any) -> Any:
@@ -376,5 +384,6 @@ def _refuse_vmap(*arguments: Any) -> Any:
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("append_kv", _append, _key)
 _LIBRARY.impl("append_kv", _refuse_gradients, "Autograd")
+_LIBRARY.impl("append_kv", _counted, "ADInplaceOrView")  # in inference mode
 torch.library.register_fake("attngen::append_kv", _fake, lib=_LIBRARY)
 torch.library.register_vmap("attngen::append_kv", _refuse_vmap, lib=_LIBRARY)

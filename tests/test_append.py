@@ -140,6 +140,16 @@ def test_torch_compile() -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autograd_learns_that_caches_were_written(mode: Any) -> None:
+    _, k, v = _new(1)
+    caches = torch.zeros(2, 3, 2, 40, 24).unbind()
+    before = [cache._version for cache in caches]
+    with mode():
+        attngen.append_kv(k, v, *caches, positions=torch.zeros(3, dtype=torch.int32))
+    assert all(cache._version > n for cache, n in zip(caches, before, strict=True))
+
+
 def test_what_is_refused() -> None:
     q, k, v = _new(2)
     caches = torch.zeros(2, 3, 2, 40, 24)
