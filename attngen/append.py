@@ -184,8 +184,16 @@ def _check(
             )
         if cache.dtype != x.dtype and str(cache.dtype).removeprefix("torch.") not in KV_DTYPES:
             raise DtypeError(f"{name}_cache is {cache.dtype}, but {name} is {x.dtype}; cast {name}")
-        if cache.stride(3) != 1:
-            raise SpecError(f"{name}_cache must have a last stride of 1, got {cache.stride()}")
+        if not x.is_floating_point():
+            raise DtypeError(f"{name} must be of a float dtype, got {x.dtype}; cast it")
+        strides = cache.stride()
+        if strides[3] != 1:
+            raise SpecError(f"{name}_cache must have a last stride of 1, got {strides}")
+        if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, cache.shape, strict=True)):
+            raise SpecError(
+                f"{name}_cache must have one place for each element, got shape "
+                f"{tuple(cache.shape)} with strides {strides}; make it with .contiguous()"
+            )
     if k_cache.shape[0] != v_cache.shape[0] or k_cache.shape[2] != v_cache.shape[2]:
         raise SpecError(
             f"k_cache and v_cache must agree but in dim, got {tuple(k_cache.shape)} and "

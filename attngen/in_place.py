@@ -22,8 +22,17 @@ _LIBRARY.define(
 )
 
 
-def heads_first(out: Any, layout: Any, is_packed: bool, return_aux: Any) -> Tensor:
-    """A call's out as a (batch, heads, seqlen, dim) view."""
+def heads_first(
+    out: Any, layout: Any, is_packed: bool, return_aux: Any, nested: Any = None
+) -> Tensor:
+    """A call's out as a (batch, heads, seqlen, dim) view; `nested` is not None if q is."""
+    if nested is not None:
+        raise UnsupportedSpecError(
+            [
+                "out= with nested tensors is not built yet; leave it out, or pass q.values() and "
+                "so on with cu_seqlens_q and cu_seqlens_k"
+            ]
+        )
     if not isinstance(out, Tensor) or out.is_nested:
         raise SpecError(f"out must be a dense torch.Tensor, got {shown(out)}")
     if return_aux:

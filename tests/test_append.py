@@ -160,6 +160,8 @@ def test_what_is_refused() -> None:
         ("int32 or int64", (k, v, *caches), {"positions": at.float()}),
         ("does not fit", (k, v, *caches[:, :2]), {"positions": at}),
         ("cast k", (k, v, *caches.double()), {"positions": at}),
+        ("float dtype", (k.long(), v.long(), *caches.long()), {"positions": at}),
+        ("one place for each", (k, v, *caches[:, :1].expand(2, 3, 2, 40, 24)), {"positions": at}),
         ("pass both", (k, v, *caches), {"positions": at, "q": q}),
         ("multiple of 16", (k, v, *caches.transpose(2, 3)), {"slots": torch.zeros(3, 2).int()}),
     ]

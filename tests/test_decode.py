@@ -320,7 +320,7 @@ def test_what_is_refused() -> None:
         ("bias", torch.zeros(1, 1, 1, 64)),
         ("doc_ids_k", used),
     ):
-        with pytest.raises(attngen.UnsupportedSpecError, match=f"{name} with paged"):
+        with pytest.raises(attngen.UnsupportedSpecError, match=f"{name} with paged.*gather"):
             attngen.attention(q, keys, values, block_table=table, seqused_k=used, **{name: x})
     with pytest.raises(attngen.SpecError, match="multiple of 16"):
         attngen.attention(q, keys[:, :9], values[:, :9], block_table=table, seqused_k=used)
@@ -334,6 +334,18 @@ def test_what_is_refused() -> None:
     paged = attngen.compile(AttentionSpec(head_dim=16, dtype="float32", paged=True))
     with pytest.raises(attngen.SpecError, match="no block_table"):
         paged(q, keys, values, seqused_k=used)
+    packed = attngen.compile(AttentionSpec(head_dim=16, dtype="float32", layout="thd"))
+    rows, at = q.detach()[:, :, 0], torch.tensor([0, 1, 2], dtype=torch.int32)
+    offsets = {"cu_seqlens_q": at, "cu_seqlens_k": at}
+    with pytest.raises(attngen.SpecError, match="paged=False"):
+        packed(rows, rows[:, :2], rows[:, :2], **offsets, block_table=table)
+    pages = {"block_table": table, "seqused_k": used}
+    with pytest.raises(attngen.SpecError, match="needs cu_seqlens_q"):
+        attngen.attention(rows, keys, values, layout="thd", **pages)
+    with pytest.raises(attngen.SpecError, match="layout must be one of"):
+        attngen.attention(rows, keys, values, layout="tdh", cu_seqlens_q=at, **pages)
+    with pytest.raises(attngen.SpecError, match="layout must be one of"):
+        attngen.attention(rows, rows, rows, layout="tdh", **offsets)
 
 
 # ---- the family -------------------------------------------------------------------------------

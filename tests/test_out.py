@@ -97,6 +97,10 @@ def test_what_is_wrong_is_named() -> None:
         attngen.attention(q.clone().requires_grad_(), k, v, out=right)
     with pytest.raises(attngen.UnsupportedSpecError, match="return_aux"):
         attngen.attention(q, k, v, out=right, return_aux=("entropy",))
+    rows = list(q.transpose(1, 2))
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(attngen.UnsupportedSpecError, match="out= with nested tensors"):
+        attngen.attention(nested, nested, nested, out=right)
     with torch.no_grad():
         attngen.attention(q.clone().requires_grad_(), k, v, out=right)
 
