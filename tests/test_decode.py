@@ -454,6 +454,19 @@ def test_the_last_split_merges(group: int, rows: int, options: dict[str, Any]) -
     assert "def attn_decode_merge" not in text and 'sem="acq_rel", scope="gpu"' in text
 
 
+@pytest.mark.parametrize("config", [TALL, SPLIT, LAST], ids=["one", "kernel", "last"])
+def test_a_row_that_sees_no_key_is_zero_whatever_its_sink(config: DecodeConfig) -> None:
+    """-inf, which is no sink, and what stands for one."""
+    q, k, v = _inputs(2, 3, 3, 40, 16, heads_kv=1)
+    used = torch.tensor([40, 2], dtype=torch.int32)
+    sinks = torch.tensor([float("-inf"), float("inf"), float("nan")])
+    with pinned({"decode": config}):
+        out = attngen.attention(q, k, v, causal=True, seqused_k=used, sinks=sinks)
+        plain = attngen.attention(q, k, v, causal=True, seqused_k=used)
+    assert (out[1, :, 0] == 0).all() and (out[0, 1] == 0).all()
+    assert torch.equal(out[:, 0], plain[:, 0])
+
+
 PACKED = [("causal", SPLIT), ("alibi-sinks", LAST), ("window", SMALL), ("alibi-sinks", SPLIT)]
 PACKED += [("plain", LAST), ("causal", SMALL), ("chunk", SPLIT), ("softcap", LAST)]
 
