@@ -189,7 +189,7 @@ def _check(
         strides = cache.stride()
         if strides[3] != 1:
             raise SpecError(f"{name}_cache must have a last stride of 1, got {strides}")
-        if 0 in strides and any(s == 0 and n > 1 for s, n in zip(strides, cache.shape, strict=True)):
+        if any(stride == 0 and n > 1 for stride, n in zip(strides, cache.shape, strict=True)):
             raise SpecError(
                 f"{name}_cache must have one place for each element, got shape "
                 f"{tuple(cache.shape)} with strides {strides}; make it with .contiguous()"
