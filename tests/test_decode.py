@@ -589,6 +589,21 @@ def test_what_is_behind_the_length_is_not_read(page: int) -> None:
             _compare((out[at], lse[at]), tensors, {"causal": True})
 
 
+def test_torch_defaults_do_not_matter() -> None:
+    """Neither the default device nor the default dtype."""
+    q, k, v = _inputs(1, 2, 1, 40, 16, heads_kv=1)
+    with pinned({"decode": LAST}):
+        want = attngen.attention(q, k, v)
+        try:
+            torch.set_default_device("meta")
+            torch.set_default_dtype(torch.float64)
+            for _ in range(2):
+                assert torch.equal(attngen.attention(q, k, v), want)
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+
+
 def test_nothing_to_see() -> None:
     """No batch, no keys, no pages, no rows."""
     none, q = torch.zeros(0, dtype=torch.int32), torch.ones(2, 4, 1, 16)
