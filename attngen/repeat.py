@@ -111,7 +111,7 @@ def _made(
         bits = 0
         for x in tensors:
             bits |= x.data_ptr()
-        if bits % 16 == 0 and (known.out is None or _are_apart(known, tensors)):
+        if bits % 16 == 0 and (known.out is None or _is_apart(known, tensors[known.out], tensors)):
             return _again(known, tensors)
     resets = _resets
     with calls.watched() as seen:
@@ -184,9 +184,9 @@ def _again(known: _Known, tensors: list[Any]) -> Any:
     return (tensors[first], *(tensors[n] for n in rest)) if rest else tensors[first]
 
 
-def _are_apart(known: _Known, tensors: list[Any]) -> bool:
+def _is_apart(known: _Known, out: Tensor, tensors: list[Any]) -> bool:
     """Does out lie before or behind each of q, k and v? Else the other way looks closer."""
-    begin = tensors[known.out].data_ptr()
+    begin = out.data_ptr()
     *sizes, size = known.extents
     for x, extent in zip(tensors, sizes, strict=False):
         at = x.data_ptr()

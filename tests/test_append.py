@@ -140,6 +140,20 @@ def test_torch_compile() -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tokens_behind_the_last_angle_are_as_they_were(interleaved: bool) -> None:
+    """Whatever they hold; those before the first place are not written, and not rotated either."""
+    _, k, v = _new(2)
+    k[0, 0, 1, 3] = float("inf")
+    caches = torch.zeros(2, 3, 2, 40, 24).unbind()
+    cos, sin = (x[:4].contiguous() for x in _angles(24))
+    named = {"positions": torch.tensor([3, 3, -2]), "cos": cos, "sin": sin, "q": k}
+    rotated = attngen.append_kv(k, v, *caches, interleaved=interleaved, **named)
+    assert rotated is not None
+    assert torch.equal(rotated[:2, :, 1], k[:2, :, 1]) and torch.equal(rotated[2], k[2])
+    assert torch.equal(caches[0][:2, :, 4], k[:2, :, 1]) and not caches[0][2].any()
+
+
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
 def test_autograd_learns_that_caches_were_written(mode: Any) -> None:
     _, k, v = _new(1)

@@ -158,7 +158,7 @@ def flash_attn_varlen_func(
     named = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     named["deterministic"] = deterministic or None
     _check_probs(return_attn_probs, dropout_p)
-    keys: dict[str, Tensor] = {"cu_seqlens_k": cu_seqlens_k}
+    keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k}
     if block_table is not None:
         if dropout_p:
             why = "dropout_p with block_table is not built yet; gather the pages into dense k and v"
