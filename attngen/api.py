@@ -38,7 +38,7 @@ from attngen.masks import check_mask_fields, fields_of
 from attngen.operands import counts_keys, operands
 from attngen.repeat import repeated, repeated_method
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
-from attngen.spec import FP8_DTYPES, AttentionSpec, function_text
+from attngen.spec import FP8_DTYPES, LAYOUTS, AttentionSpec, function_text
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -281,7 +281,8 @@ class Attention:
         if wanted:
             key = _key_with_aux(key, wanted)
         shard = (q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)
-        has_lengths = spec.has_lengths or not (block_table is seqused_k is None or spec.is_packed)
+        has_lengths = spec.has_lengths or block_table is not None
+        has_lengths = has_lengths or not (seqused_k is None or spec.is_packed)
         if has_lengths:
             paged.check_fields(spec, seqused_k, block_table, cu_seqlens_q)
         offsets = (cu_seqlens_q, cu_seqlens_k, seqused_q, seqused_k)
@@ -326,7 +327,9 @@ class Attention:
             scale = spec.head_dim**-0.5
         into = None
         if out is not None:
-            into = in_place.heads_first(out, spec.layout, spec.layout == "thd", wanted)
+            into = in_place.heads_first(
+                out, spec.layout, spec.layout == "thd", wanted, given.nested
+            )
         made, lse, *sides = _run(
             key,
             q,
@@ -490,6 +493,8 @@ def attention(
     )
     q, k, v = given.q, given.k, given.v
     if given.sequences is not None or given.packs_queries:
+        if layout not in LAYOUTS:
+            AttentionSpec(head_dim=q.shape[3], layout=layout)  # refuses it
         layout = "thd"
     name = compute_dtype(q)
     kv_dtype, kv_scale = kv_cache.dtype_of(name, k, v), None
@@ -571,7 +576,7 @@ def attention(
         key = _key_with_aux(key, wanted)
     into = None
     if out is not None:
-        into = in_place.heads_first(out, layout, layout == "thd", wanted)
+        into = in_place.heads_first(out, layout, layout == "thd", wanted, given.nested)
     made, lse, *sides = _run(
         key,
         q,

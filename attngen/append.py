@@ -14,6 +14,7 @@ from torch import Tensor
 from attngen import interpreter, kv_cache
 from attngen.checks import check_kinds
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.in_place import count_write
 from attngen.kernel import load, run, write
 from attngen.memory import empty_bshd
 from attngen.paged import check_page_size
@@ -183,8 +184,16 @@ def _check(
             )
         if cache.dtype != x.dtype and str(cache.dtype).removeprefix("torch.") not in KV_DTYPES:
             raise DtypeError(f"{name}_cache is {cache.dtype}, but {name} is {x.dtype}; cast {name}")
-        if cache.stride(3) != 1:
-            raise SpecError(f"{name}_cache must have a last stride of 1, got {cache.stride()}")
+        if not x.is_floating_point():
+            raise DtypeError(f"{name} must be of a float dtype, got {x.dtype}; cast it")
+        strides = cache.stride()
+        if strides[3] != 1:
+            raise SpecError(f"{name}_cache must have a last stride of 1, got {strides}")
+        if any(stride == 0 and n > 1 for stride, n in zip(strides, cache.shape, strict=True)):
+            raise SpecError(
+                f"{name}_cache must have one place for each element, got shape "
+                f"{tuple(cache.shape)} with strides {strides}; make it with .contiguous()"
+            )
     if k_cache.shape[0] != v_cache.shape[0] or k_cache.shape[2] != v_cache.shape[2]:
         raise SpecError(
             f"k_cache and v_cache must agree but in dim, got {tuple(k_cache.shape)} and "
@@ -365,8 +374,15 @@ def _refuse_gradients(*arguments: Any) -> Tensor:
         raise UnsupportedSpecError(
             ["append_kv has no backward; call it under torch.no_grad(), or detach its tensors"]
         )
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.attngen.append_kv(*arguments)  # type: ignore[no-any-return]  # torch.ops is untyped
+    return _counted(*arguments)
+
+
+def _counted(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *rest: Any) -> Tensor:
+    """The op below autograd, which learns of the writes."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        rotated: Tensor = torch.ops.attngen.append_kv(k, v, k_cache, v_cache, *rest)
+    count_write(k_cache, v_cache)
+    return rotated
 
 
 def _refuse_vmap(*arguments: Any) -> Any:
@@ -376,5 +392,6 @@ def _refuse_vmap(*arguments: Any) -> Any:
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("append_kv", _append, _key)
 _LIBRARY.impl("append_kv", _refuse_gradients, "Autograd")
+_LIBRARY.impl("append_kv", _counted, "ADInplaceOrView")  # in inference mode
 torch.library.register_fake("attngen::append_kv", _fake, lib=_LIBRARY)
 torch.library.register_vmap("attngen::append_kv", _refuse_vmap, lib=_LIBRARY)

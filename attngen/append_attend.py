@@ -63,8 +63,18 @@ def append_and_attend(
         if missing:
             raise SpecError(f'layout="thd" needs {", ".join(missing)}, too')
         options["cu_seqlens_q"] = cu_seqlens_q
+    elif cu_seqlens_q is not None:
+        raise SpecError(
+            f'cu_seqlens_q with layout="{layout}": packed queries have the layout "thd"; pass '
+            'layout="thd", or leave cu_seqlens_q out'
+        )
+    elif slots is not None and block_table is None:
+        raise SpecError(
+            "slots without block_table: they name places in a paged cache, whose pages attention "
+            "finds by block_table; pass it, too"
+        )
     elif seqused_k is None:
-        if positions is None or positions.dim() != 1:
+        if not isinstance(positions, Tensor) or positions.dim() != 1:
             raise SpecError(
                 "seqused_k is missing: pass it, int32 (batch,), or positions of shape (batch,), "
                 "where the first new token of each batch row stands"

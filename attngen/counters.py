@@ -24,7 +24,7 @@ _LOCK = threading.Lock()
 def zeros(like: Tensor, count: int) -> Tensor:
     """So many counters for a launch on the current stream, or more."""
     if not like.is_cuda:
-        return torch.zeros(count, dtype=torch.int32)
+        return torch.zeros(count, dtype=torch.int32, device=like.device)
     device = like.device.index
     if device != torch._C._cuda_getDevice():
         with torch.cuda.device(device):

@@ -135,14 +135,15 @@ def _rotate(x: Tensor) -> Tensor:
 @functools.cache
 def _signs(dim: int) -> Tensor:
     """The same for every call, so that keys quantised at different times go together."""
-    generator = torch.Generator().manual_seed(dim)
-    return torch.randint(0, 2, (dim,), generator=generator).mul(2.0).sub(1.0)
+    generator = torch.Generator(device="cpu").manual_seed(dim)
+    signs = torch.randint(0, 2, (dim,), generator=generator, device="cpu")
+    return signs.to(torch.float32).mul(2.0).sub(1.0)
 
 
 @functools.cache
 def _hadamard(width: int) -> Tensor:
     """Sylvester's matrix, orthonormal."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < width:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     orthonormal: Tensor = matrix * width**-0.5

@@ -22,8 +22,17 @@ _LIBRARY.define(
 )
 
 
-def heads_first(out: Any, layout: Any, is_packed: bool, return_aux: Any) -> Tensor:
-    """A call's out as a (batch, heads, seqlen, dim) view."""
+def heads_first(
+    out: Any, layout: Any, is_packed: bool, return_aux: Any, nested: Any = None
+) -> Tensor:
+    """A call's out as a (batch, heads, seqlen, dim) view; `nested` is not None if q is."""
+    if nested is not None:
+        raise UnsupportedSpecError(
+            [
+                "out= with nested tensors is not built yet; leave it out, or pass q.values() and "
+                "so on with cu_seqlens_q and cu_seqlens_k"
+            ]
+        )
     if not isinstance(out, Tensor) or out.is_nested:
         raise SpecError(f"out must be a dense torch.Tensor, got {shown(out)}")
     if return_aux:
@@ -57,9 +66,56 @@ def forward(
     return torch.ops.attngen.fwd_out(text_key, q, k, v, out, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
 
 
+def extent(x: Tensor) -> int:
+    """Bytes from the first element of a tensor that has some to behind its last one."""
+    last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
+    return (last + 1) * x.element_size()
+
+
+def count_write(*written: Tensor) -> None:
+    """Tell autograd that tensors were written to, as torch's own functions in place do: a backward
+    that saved one of them refuses to use it."""
+    counted = [x for x in written if not x.is_inference()]
+    if counted:
+        torch.autograd.graph.increment_version(counted)
+
+
+def check_apart(out: Tensor, **inputs: Tensor) -> None:
+    """Refuse an out that shares memory with what other programs may still read."""
+    for name, x in inputs.items():
+        if out.numel() and x.numel() and not _are_apart(out, x):
+            raise SpecError(f"out shares memory with {name}; make it with torch.empty")
+
+
+def _are_apart(x: Tensor, y: Tensor) -> bool:
+    """Do two tensors share no element, as far as strides tell?
+
+    Parts of one buffer lie apart in each of its rows: addresses are compared modulo every stride.
+    """
+    first, other = x.data_ptr(), y.data_ptr()
+    if first + extent(x) <= other or other + extent(y) <= first:
+        return True
+    moduli = {z.stride(n) * z.element_size() for z in (x, y) for n in range(z.dim())}
+    for modulus in sorted(moduli - {0}):
+        (begin, end), (low, high) = _within(x, modulus), _within(y, modulus)
+        if max(end, high) <= modulus and (end <= low or high <= begin):
+            return True
+    return False
+
+
+def _within(x: Tensor, modulus: int) -> tuple[int, int]:
+    """Where the bytes of x lie modulo a number; behind it, if they pass it."""
+    size = x.element_size()
+    pairs = zip(x.shape, x.stride(), strict=True)
+    inner = sum((n - 1) * stride * size for n, stride in pairs if stride * size % modulus)
+    begin = x.data_ptr() % modulus
+    return begin, begin + inner + size
+
+
 def _forward(
     text_key: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, extra: Any, scalars: Any, ints: Any
 ) -> Tensor:
+    check_apart(out, q=q, k=k, v=v)
     _, lse = calls.forward(text_key, q, k, v, extra, scalars, ints, out)
     return lse
 
@@ -79,8 +135,15 @@ def _refuse_gradients(
         raise UnsupportedSpecError(
             ["out= has no derivative; call it under torch.no_grad(), or leave out= out"]
         )
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.attngen.fwd_out(text_key, q, k, v, out, extra, *numbers)  # type: ignore[no-any-return]  # torch.ops is untyped
+    return _counted(text_key, q, k, v, out, extra, *numbers)
+
+
+def _counted(text_key: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
+    """The op below autograd, which learns of the write."""
+    with torch._C._AutoDispatchBelowADInplaceOrView():
+        lse: Tensor = torch.ops.attngen.fwd_out(text_key, q, k, v, out, *rest)
+    count_write(out)
+    return lse
 
 
 def _refuse_vmap(*arguments: Any) -> Any:
@@ -103,5 +166,6 @@ for _key in ("CUDA", "CPU"):
     _name = f"Autocast{_key}"
     _LIBRARY.impl("fwd_out", _autocast(getattr(torch._C.DispatchKey, _name)), _name)
 _LIBRARY.impl("fwd_out", _refuse_gradients, "Autograd")
+_LIBRARY.impl("fwd_out", _counted, "ADInplaceOrView")  # in inference mode
 torch.library.register_fake("attngen::fwd_out", _fake, lib=_LIBRARY)
 torch.library.register_vmap("attngen::fwd_out", _refuse_vmap, lib=_LIBRARY)

@@ -116,6 +116,11 @@ def operands(
                     "(total_q, heads, dim); leave layout out"
                 )
             return Operands(paged.queries_first(q), *paged.heads_first(k, v), False, lengths)
+        if layout == "thd":
+            raise SpecError(
+                'layout="thd" with block_table needs cu_seqlens_q, which says where the queries of '
+                "each sequence begin; pass it, int32 (num_seqs + 1,), on q's device"
+            )
     if is_packed:
         nested = None
         if not has_lengths and are_jagged(q, k, v):

@@ -98,7 +98,13 @@ def refuse_beside(shard: tuple[Any, ...], block_table: Any = None, **beside: Any
     an entry for each key."""
     given = [name for name, x in beside.items() if x is not None]
     if block_table is not None and given:
-        raise UnsupportedSpecError([f"{name} with paged is not built yet" for name in given])
+        raise UnsupportedSpecError(
+            [
+                f"{name} with paged is not built yet; gather the pages into dense k and v, and "
+                "leave block_table out"
+                for name in given
+            ]
+        )
     q_start, q_step, k_start, k_step, total_q, total_k = shard
     ordinary = q_start == 0 and q_step == 1 and k_start == 0 and k_step == 1
     if not (ordinary and total_q is None and total_k is None):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attngen import calls
 from attngen.identity import parsed
-from attngen.reference import NEG_INF, _Beside, _beside, philox_keep, visible
+from attngen.reference import NEG_INF, _Beside, _beside, philox_keep, seen_lse, visible
 from attngen.spec import AttentionSpec
 
 
@@ -132,7 +132,7 @@ def gradients(
     ds = torch.where(whole.seen, ds, 0.0)
     found = {"bias": ds, "alibi_slopes": -(ds * whole.ahead.abs()).sum((2, 3))}
     if whole.beside.sinks is not None:
-        weight = torch.sigmoid(whole.beside.sinks.float()[..., 0] - whole.lse)
+        weight = torch.sigmoid(whole.beside.sinks.float()[..., 0] - seen_lse(whole.lse))
         found["sinks"] = -(weight * delta).sum(2)
     ds = ds * whole.scale if whole.slope is None else ds * whole.slope * whole.scale
     batch, heads_kv = k.shape[:2]

@@ -30,6 +30,11 @@ _PHILOX_KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
 _LOW = 0xFFFFFFFF
 
 
+def seen_lse(lse: Tensor) -> Tensor:
+    """lse, 0 in rows that see no key: what it is subtracted from may be -inf, too."""
+    return torch.where(lse == NEG_INF, 0.0, lse)
+
+
 def philox_keep(
     seed: int | Tensor, batch: Tensor, head: Tensor, i: Tensor, j: Tensor, dropout_p: float
 ) -> Tensor:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from attngen import calls
+from attngen import calls, in_place
 from attngen.calls import Counters
 from attngen.identity import parsed
 from attngen.memory import Memory
@@ -42,6 +42,10 @@ class _Known(NamedTuple):
     """Which of them are returned."""
     fresh: int
     """How many of them are results and scratch."""
+    out: int | None
+    """The caller's tensor for the result among those of the call."""
+    extents: tuple[int, ...]
+    """Bytes that q, k, v and it span; none without it."""
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -107,7 +111,7 @@ def _made(
         bits = 0
         for x in tensors:
             bits |= x.data_ptr()
-        if bits % 16 == 0:
+        if bits % 16 == 0 and (known.out is None or _is_apart(known, tensors[known.out], tensors)):
             return _again(known, tensors)
     resets = _resets
     with calls.watched() as seen:
@@ -175,8 +179,21 @@ def _again(known: _Known, tensors: list[Any]) -> Any:
         pairs = zip(given, known.views, strict=True)
         views = tuple(x if x is None else _as(x, *view) for x, view in pairs)
         known.call.launch(views, known.fresh)
+    if known.out is not None:
+        in_place.count_write(tensors[known.out])
     first, *rest = known.at
     return (tensors[first], *(tensors[n] for n in rest)) if rest else tensors[first]
+
+
+def _is_apart(known: _Known, out: Tensor, tensors: list[Any]) -> bool:
+    """Does out lie before or behind each of q, k and v? Else the other way looks closer."""
+    begin = out.data_ptr()
+    *sizes, size = known.extents
+    for x, extent in zip(tensors, sizes, strict=False):
+        at = x.data_ptr()
+        if at < begin + size and begin < at + extent:
+            return False
+    return True
 
 
 def _as(x: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
@@ -212,6 +229,8 @@ def _learnt(launched: calls.Launched, given: dict[str, Tensor], result: Any) -> 
             if isinstance(launched.call.memory[place], Counters):
                 continue
             memory.append(Memory(tuple(shown.shape), shown.stride(), x.dtype))
+    if not set(order).issuperset(range(len(given))):
+        return None  # of a tensor that no kernel takes, the value may matter
     for number, x in enumerate(results):
         if not _is_same(x, made[number]):
             return None
@@ -219,7 +238,20 @@ def _learnt(launched: calls.Launched, given: dict[str, Tensor], result: Any) -> 
     views = [None if x is None else (x.shape, x.stride()) for x in tensors]
     last = launched.call.memory[-1]
     counters = last if isinstance(last, Counters) else None
-    return _Known(launched.call, memory, counters, order, views, tuple(at), len(made))
+    extents: tuple[int, ...] = ()
+    if "out" in given:
+        extents = tuple(in_place.extent(given[name]) for name in ("q", "k", "v", "out"))
+    return _Known(
+        launched.call,
+        memory,
+        counters,
+        order,
+        views,
+        tuple(at),
+        len(made),
+        numbers.get("out"),
+        extents,
+    )
 
 
 def _is_same(x: Tensor, y: Tensor) -> bool:

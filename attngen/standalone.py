@@ -40,7 +40,9 @@ def unserved(spec: AttentionSpec) -> list[str]:
         if name not in _BUILT and value != getattr(plain, name)
     ]
     if spec.is_fp8:
-        found = [f"dtype={spec.dtype} in a standalone folder is not built yet"]
+        found = [
+            f"dtype={spec.dtype} in a standalone folder is not built yet; emit its files one by one"
+        ]
     return found
 
 

@@ -140,6 +140,30 @@ def test_torch_compile() -> None:
     assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_tokens_behind_the_last_angle_are_as_they_were(interleaved: bool) -> None:
+    """Whatever they hold; those before the first place are not written, and not rotated either."""
+    _, k, v = _new(2)
+    k[0, 0, 1, 3] = float("inf")
+    caches = torch.zeros(2, 3, 2, 40, 24).unbind()
+    cos, sin = (x[:4].contiguous() for x in _angles(24))
+    named = {"positions": torch.tensor([3, 3, -2]), "cos": cos, "sin": sin, "q": k}
+    rotated = attngen.append_kv(k, v, *caches, interleaved=interleaved, **named)
+    assert rotated is not None
+    assert torch.equal(rotated[:2, :, 1], k[:2, :, 1]) and torch.equal(rotated[2], k[2])
+    assert torch.equal(caches[0][:2, :, 4], k[:2, :, 1]) and not caches[0][2].any()
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autograd_learns_that_caches_were_written(mode: Any) -> None:
+    _, k, v = _new(1)
+    caches = torch.zeros(2, 3, 2, 40, 24).unbind()
+    before = [cache._version for cache in caches]
+    with mode():
+        attngen.append_kv(k, v, *caches, positions=torch.zeros(3, dtype=torch.int32))
+    assert all(cache._version > n for cache, n in zip(caches, before, strict=True))
+
+
 def test_what_is_refused() -> None:
     q, k, v = _new(2)
     caches = torch.zeros(2, 3, 2, 40, 24)
@@ -150,6 +174,8 @@ def test_what_is_refused() -> None:
         ("int32 or int64", (k, v, *caches), {"positions": at.float()}),
         ("does not fit", (k, v, *caches[:, :2]), {"positions": at}),
         ("cast k", (k, v, *caches.double()), {"positions": at}),
+        ("float dtype", (k.long(), v.long(), *caches.long()), {"positions": at}),
+        ("one place for each", (k, v, *caches[:, :1].expand(2, 3, 2, 40, 24)), {"positions": at}),
         ("pass both", (k, v, *caches), {"positions": at, "q": q}),
         ("multiple of 16", (k, v, *caches.transpose(2, 3)), {"slots": torch.zeros(3, 2).int()}),
     ]

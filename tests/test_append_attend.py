@@ -113,6 +113,12 @@ def test_what_is_missing_is_named() -> None:
         attngen.append_and_attend(q, k, v, *caches)
     with pytest.raises(attngen.SpecError, match="needs cu_seqlens_q, slots, seqused_k"):
         attngen.append_and_attend(q[:, 0], k[:, 0], v[:, 0], *caches, layout="thd")
+    at = torch.tensor([0, 1])
+    with pytest.raises(attngen.SpecError, match='pass layout="thd"'):
+        attngen.append_and_attend(q, k, v, *caches, positions=at, cu_seqlens_q=at.int())
+    with pytest.raises(attngen.SpecError, match="slots without block_table"):
+        attngen.append_and_attend(q, k, v, *caches, slots=at[:, None], seqused_k=at.int())
+    with pytest.raises(attngen.SpecError, match="seqused_k is missing"):
+        attngen.append_and_attend(q, k, v, *caches, positions=[0, 1])  # type: ignore[arg-type]
     with pytest.raises(attngen.UnsupportedSpecError):
-        at = torch.tensor([0, 1])
         attngen.append_and_attend(q, k.clone().requires_grad_(), v, *caches, positions=at)

@@ -19,6 +19,7 @@ from attngen import distributed
 from attngen.distributed.blocks import Rules, blocks
 from attngen.distributed.heads import runs, shares
 from attngen.distributed.layouts import LAYOUTS, in_order, pieces, rows_of
+from attngen.distributed.op import _of_sinks
 from attngen.distributed.ring import ring_of
 
 LENGTHS = (1, 7, 24, 37)
@@ -184,3 +185,9 @@ def test_document_has_the_tables_of_the_model() -> None:
 @pytest.mark.slow
 def test_ring_training_loses_as_one_process() -> None:
     assert "largest difference" in _output("ring_training.py")
+
+
+def test_the_gradient_of_a_sink_of_minus_infinity_is_zero_where_nothing_is_seen() -> None:
+    nothing = torch.full((1, 2, 3), float("-inf"))
+    sinks, zeros = nothing[0, :, 0], torch.zeros(1, 2, 3, 4)
+    assert (_of_sinks(sinks, zeros, nothing, zeros + 1) == 0).all()

@@ -320,7 +320,7 @@ def test_what_is_refused() -> None:
         ("bias", torch.zeros(1, 1, 1, 64)),
         ("doc_ids_k", used),
     ):
-        with pytest.raises(attngen.UnsupportedSpecError, match=f"{name} with paged"):
+        with pytest.raises(attngen.UnsupportedSpecError, match=f"{name} with paged.*gather"):
             attngen.attention(q, keys, values, block_table=table, seqused_k=used, **{name: x})
     with pytest.raises(attngen.SpecError, match="multiple of 16"):
         attngen.attention(q, keys[:, :9], values[:, :9], block_table=table, seqused_k=used)
@@ -334,6 +334,18 @@ def test_what_is_refused() -> None:
     paged = attngen.compile(AttentionSpec(head_dim=16, dtype="float32", paged=True))
     with pytest.raises(attngen.SpecError, match="no block_table"):
         paged(q, keys, values, seqused_k=used)
+    packed = attngen.compile(AttentionSpec(head_dim=16, dtype="float32", layout="thd"))
+    rows, at = q.detach()[:, :, 0], torch.tensor([0, 1, 2], dtype=torch.int32)
+    offsets = {"cu_seqlens_q": at, "cu_seqlens_k": at}
+    with pytest.raises(attngen.SpecError, match="paged=False"):
+        packed(rows, rows[:, :2], rows[:, :2], **offsets, block_table=table)
+    pages = {"block_table": table, "seqused_k": used}
+    with pytest.raises(attngen.SpecError, match="needs cu_seqlens_q"):
+        attngen.attention(rows, keys, values, layout="thd", **pages)
+    with pytest.raises(attngen.SpecError, match="layout must be one of"):
+        attngen.attention(rows, keys, values, layout="tdh", cu_seqlens_q=at, **pages)
+    with pytest.raises(attngen.SpecError, match="layout must be one of"):
+        attngen.attention(rows, rows, rows, layout="tdh", **offsets)
 
 
 # ---- the family -------------------------------------------------------------------------------
@@ -440,6 +452,19 @@ def test_the_last_split_merges(group: int, rows: int, options: dict[str, Any]) -
             _compare(got, (q, k, v), {**oracle_options(named, q, k), **terms})
     text = render(AttentionSpec(head_dim=16, dtype="float32"), LAST)
     assert "def attn_decode_merge" not in text and 'sem="acq_rel", scope="gpu"' in text
+
+
+@pytest.mark.parametrize("config", [TALL, SPLIT, LAST], ids=["one", "kernel", "last"])
+def test_a_row_that_sees_no_key_is_zero_whatever_its_sink(config: DecodeConfig) -> None:
+    """-inf, which is no sink, and what stands for one."""
+    q, k, v = _inputs(2, 3, 3, 40, 16, heads_kv=1)
+    used = torch.tensor([40, 2], dtype=torch.int32)
+    sinks = torch.tensor([float("-inf"), float("inf"), float("nan")])
+    with pinned({"decode": config}):
+        out = attngen.attention(q, k, v, causal=True, seqused_k=used, sinks=sinks)
+        plain = attngen.attention(q, k, v, causal=True, seqused_k=used)
+    assert (out[1, :, 0] == 0).all() and (out[0, 1] == 0).all()
+    assert torch.equal(out[:, 0], plain[:, 0])
 
 
 PACKED = [("causal", SPLIT), ("alibi-sinks", LAST), ("window", SMALL), ("alibi-sinks", SPLIT)]
@@ -562,6 +587,21 @@ def test_what_is_behind_the_length_is_not_read(page: int) -> None:
             at = slice(b, b + 1)
             tensors = (q[at], k[at, :, :length], v[at, :, :length])
             _compare((out[at], lse[at]), tensors, {"causal": True})
+
+
+def test_torch_defaults_do_not_matter() -> None:
+    """Neither the default device nor the default dtype."""
+    q, k, v = _inputs(1, 2, 1, 40, 16, heads_kv=1)
+    with pinned({"decode": LAST}):
+        want = attngen.attention(q, k, v)
+        try:
+            torch.set_default_device("meta")
+            torch.set_default_dtype(torch.float64)
+            for _ in range(2):
+                assert torch.equal(attngen.attention(q, k, v), want)
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
 
 
 def test_nothing_to_see() -> None:

@@ -276,6 +276,23 @@ def test_packed_queries_and_a_step_of_generation() -> None:
     )
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 0.0], ids=str)
+@pytest.mark.parametrize("config", [SPLIT, TALL], ids=["split", "tall"])
+def test_a_row_that_sees_no_key_is_zero_whatever_its_scale(
+    bad: float, config: DecodeConfig
+) -> None:
+    """Of a batch row without keys, and of queries before the first key."""
+    q = torch.randn(3, 2, 3, 16, dtype=torch.bfloat16)
+    k, v = torch.randint(-9, 9, (2, 3, 1, 40, 16)).to(torch.int8)
+    used = torch.tensor([40, 0, 2], dtype=torch.int32)
+    scale = torch.tensor([[0.1], [bad], [bad]])
+    call = {"seqused_k": used, "k_descale": scale, "v_descale": scale, "causal": True}
+    with pinned({"decode": config}):
+        out, lse = attngen.attention(q, k, v, return_lse=True, **call)
+    assert out[0].isfinite().all() and (out[1] == 0).all() and (out[2, :, 0] == 0).all()
+    assert (lse[1] == float("-inf")).all() and (lse[2, :, 0] == float("-inf")).all()
+
+
 def test_what_is_refused() -> None:
     q, k, v = (x.detach() for x in make_qkv(2, 4, 1, 40, 16, heads_kv=2, dtype=torch.bfloat16))
     (k8, k_scale), (v8, v_scale) = (_quantized(x, "key", INT8, 16) for x in (k, v))

@@ -97,5 +97,45 @@ def test_what_is_wrong_is_named() -> None:
         attngen.attention(q.clone().requires_grad_(), k, v, out=right)
     with pytest.raises(attngen.UnsupportedSpecError, match="return_aux"):
         attngen.attention(q, k, v, out=right, return_aux=("entropy",))
+    rows = list(q.transpose(1, 2))
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(attngen.UnsupportedSpecError, match="out= with nested tensors"):
+        attngen.attention(nested, nested, nested, out=right)
     with torch.no_grad():
         attngen.attention(q.clone().requires_grad_(), k, v, out=right)
+
+
+def test_out_apart_from_inputs_within_one_buffer() -> None:
+    """Parts of rows, as of a fused buffer of q, k, v and out; call after call."""
+    rows = torch.randn(2, 5, 4, 4, 16)  # batch, seqlen, which, heads, dim
+    q, k, v, out = (rows[:, :, n].transpose(1, 2) for n in range(4))
+    want = attngen.attention(q.clone(), k.clone(), v.clone())
+    for _ in range(3):
+        assert torch.equal(attngen.attention(q, k, v, out=out), want)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_out_must_share_no_memory_with_inputs(name: str) -> None:
+    """Nor in a call like others before, which takes the short way."""
+    q, k, v = (torch.randn(2, 4, 8, 16) for _ in range(3))
+    inputs, out = {"q": q, "k": k, "v": v}, torch.empty(2, 4, 8, 16)
+    for _ in range(3):
+        attngen.attention(**inputs, out=out)
+    whole = torch.randn(2 * 4 * 8 * 16 + 64)
+    parts = [whole[:-64].view_as(q), whole[64:].view_as(q)]
+    for x, into in ((out, out), parts):
+        with pytest.raises(attngen.SpecError, match=f"out shares memory with {name}"):
+            attngen.attention(**inputs | {name: x}, out=into)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_autograd_learns_that_out_was_written(mode: Any) -> None:
+    q, k, v = _inputs()
+    for _ in range(3):
+        out = torch.zeros(2, 4, 3, 24)
+        weight = torch.ones(24, requires_grad=True)
+        loss = (out * weight).sum()
+        with mode():
+            attngen.attention(q, k, v, out=out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()

@@ -251,3 +251,14 @@ def test_fp8_has_gradients_and_refuses_second_ones() -> None:
     assert torch.isfinite(grad).all() and grad.any()
     with pytest.raises(NotImplementedError, match="second derivatives of FP8 .* SDPBackend.MATH"):
         torch.autograd.grad(grad.square().sum(), rounded[2])
+
+
+def test_rows_that_see_no_key_beside_sinks_of_minus_infinity() -> None:
+    """Which are no sinks: nothing is NaN."""
+    q, k, v = (torch.randn(1, 2, n, 16).requires_grad_() for n in (6, 3, 3))
+    sinks = torch.full((2,), float("-inf"), requires_grad=True)
+    leaves = [q, k, v, sinks]
+    out = attngen.attention(q, k, v, causal=True, sinks=sinks)
+    first = torch.autograd.grad(out.sum(), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+    assert all(x.isfinite().all() for x in (out, *first, *second))

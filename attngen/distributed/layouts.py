@@ -122,7 +122,9 @@ def in_order(shards: tuple[Pieces, ...]) -> tuple[Pieces, Order | None]:
 
 @functools.lru_cache(maxsize=16)
 def _index(shards: tuple[Pieces, ...], device: torch.device, back: bool) -> Tensor:
-    each = [torch.arange(p.start, p.last + 1, p.step) for held in shards for p in held]
+    each = [
+        torch.arange(p.start, p.last + 1, p.step, device="cpu") for held in shards for p in held
+    ]
     rows = torch.cat(each)
     return (rows if back else torch.argsort(rows)).to(device)
 

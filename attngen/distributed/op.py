@@ -31,6 +31,7 @@ from attngen.distributed.plan import Plan, read
 from attngen.distributed.work import Keys, Work
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
+from attngen.reference import seen_lse
 
 _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _LIBRARY.define(
@@ -199,7 +200,7 @@ def _forward(
         out, lse = ring.forward(work, q, keys, *call.ring)
         if call.spec.sinks:
             sinks = work.terms["sinks"].float()[..., None]
-            out = out * torch.sigmoid(lse - sinks).unsqueeze(-1)
+            out = out * torch.sigmoid(seen_lse(lse) - sinks).unsqueeze(-1)
         out = _own(out.to(q.dtype))
         if call.exchange is None:
             return [out, lse.contiguous(), *saved]
@@ -401,7 +402,7 @@ def _of_sinks(sinks: Tensor, out: Tensor, lse: Tensor, dout: Tensor | None) -> T
     if dout is None:
         return torch.zeros_like(sinks, dtype=torch.float32)
     delta = (out.float() * dout.float()).sum(-1)
-    weight = torch.sigmoid(sinks.float()[..., None] - lse)
+    weight = torch.sigmoid(sinks.float()[..., None] - seen_lse(lse))
     return -(weight * delta).sum(2).sum_to_size(sinks.shape)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attngen.mask_rules import Structure
-from attngen.reference import NEG_INF, philox_keep, visible
+from attngen.reference import NEG_INF, philox_keep, seen_lse, visible
 from attngen.score_reference import Functions
 from attngen.spec import AttentionSpec
 
@@ -73,7 +73,7 @@ def backward(
     soft = _weights(found, lse)
     p = soft
     if spec.sinks:
-        p = p * torch.sigmoid(lse - terms["sinks"].float()[..., None])[..., None]
+        p = p * torch.sigmoid(seen_lse(lse) - terms["sinks"].float()[..., None])[..., None]
     ds, dv = torch.zeros_like(p), torch.zeros_like(v, dtype=torch.float32)
     if dout is not None:
         do = dout.float()
@@ -97,7 +97,7 @@ def _by_group(x: Tensor, group: int) -> Tensor:
 
 def _weights(found: _Scores, lse: Tensor) -> Tensor:
     """Softmax by an lse; rows that see nothing are 0."""
-    total = torch.where(lse == NEG_INF, torch.zeros_like(lse), lse)
+    total = seen_lse(lse)
     s = found.s.detach().masked_fill(~found.seen, NEG_INF)
     return torch.exp(s - total[..., None])
 
