@@ -148,11 +148,9 @@ def flash_attn_varlen_func(
 
     Args:
         cu_seqlens_q, cu_seqlens_k: int32 (num_seqs + 1).
-        max_seqlen_q: the most rows of a sequence; only read with block_table.
-        max_seqlen_k: not read.
+        max_seqlen_q, max_seqlen_k: not read.
         block_table: int32 (num_seqs, max_pages), for k and v of (pages, page_size, num_heads_kv,
-            head_dim), without dropout and gradients. Each sequence then takes max_seqlen_q rows of
-            q: about as many each is the fast case.
+            head_dim), without dropout and gradients.
 
     Returns:
         out (total_q, num_heads_q, head_dim), or (out, lse (num_heads_q, total_q), empty).
@@ -160,22 +158,13 @@ def flash_attn_varlen_func(
     named = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     named["deterministic"] = deterministic or None
     _check_probs(return_attn_probs, dropout_p)
-    if block_table is not None:
+    if block_table is None:
+        named["cu_seqlens_k"] = cu_seqlens_k
+    else:
         if dropout_p:
             raise UnsupportedSpecError(["dropout_p with block_table is not built yet"])
-        offsets = (cu_seqlens_q, cu_seqlens_k)
-        out, lse = _paged_varlen(q, k, v, offsets, max_seqlen_q, block_table, named)
-    else:
-        out, lse = attention(
-            q,
-            k,
-            v,
-            cu_seqlens_q=cu_seqlens_q,
-            cu_seqlens_k=cu_seqlens_k,
-            return_lse=True,
-            layout="thd",
-            **named,
-        )
+        named |= {"seqused_k": cu_seqlens_k.diff().to(torch.int32), "block_table": block_table}
+    out, lse = attention(q, k, v, cu_seqlens_q=cu_seqlens_q, return_lse=True, layout="thd", **named)
     return (out, lse.transpose(0, 1), out.new_empty(0)) if return_attn_probs else out
 
 
@@ -473,36 +462,3 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         a, b = turned[..., :angles], turned[..., angles:]
         turned = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
     return torch.cat((turned.to(x.dtype), rest), -1)
-
-
-def _paged_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: tuple[Tensor, Tensor],
-    max_seqlen_q: int,
-    block_table: Tensor,
-    named: dict[str, Any],
-) -> tuple[Tensor, Tensor]:
-    """Packed rows over pages: each sequence's rows end a batch row of max_seqlen_q."""
-    cu_seqlens_q, cu_seqlens_k = (x.long() for x in offsets)
-    total, (first, end) = q.shape[0], (cu_seqlens_q[:-1, None], cu_seqlens_q[1:, None])
-    number = torch.arange(max_seqlen_q, device=q.device)
-    source = end - max_seqlen_q + number  # the packed row of each row, of others' where too few
-    source = torch.maximum(source, first).clamp(0, max(total - 1, 0))
-    used = (cu_seqlens_k[1:] - cu_seqlens_k[:-1]).to(torch.int32)
-    out, lse = attention(
-        q[source],
-        k,
-        v,
-        seqused_k=used,
-        block_table=block_table,
-        layout="bshd",
-        return_lse=True,
-        **named,
-    )
-    row = torch.arange(total, device=q.device)
-    sequence = torch.searchsorted(cu_seqlens_q, row, right=True) - 1
-    sequence = sequence.clamp(0, max(used.shape[0] - 1, 0))
-    place = max_seqlen_q - cu_seqlens_q[1:][sequence] + row
-    return out[sequence, place], lse[sequence, :, place]
