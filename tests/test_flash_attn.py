@@ -354,6 +354,19 @@ def test_refusals():
             call(one, *short, cache_batch_idx=torch.zeros_like(used), cache_seqlens=used)
         with pytest.raises(attngen.SpecError, match="names the pages"):
             call(one, *old, cache_batch_idx=used, block_table=used[:, None], cache_seqlens=used)
+        for seqlens in (-1, CACHE, 2.5, [2]):  # an int is looked at: the host has it
+            with pytest.raises(
+                attngen.SpecError, match=f"cache_seqlens must be an int from 0 to {CACHE - 1}"
+            ):
+                call(one, *old, k[:, :1, :1], v[:, :1, :1], cache_seqlens=seqlens)
+        with pytest.raises(
+            attngen.SpecError, match=f"rotary_cos must have a row for .* {CACHE}, got 9"
+        ):
+            call(one, *old, k[:, :1, :1], v[:, :1, :1], torch.ones(9, 4), torch.ones(9, 4), used)
+        with pytest.raises(attngen.SpecError, match="cache_batch_idx must be a torch.Tensor"):
+            call(one, *old, cache_seqlens=used, cache_batch_idx=[0])
+    with pytest.raises(attngen.SpecError, match="window left must be None"):
+        functions.flash_attn_func(q, k, v, window_size=("a", 0))
     cu = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(attngen.UnsupportedSpecError, match="dropout_p with block_table"):
         functions.flash_attn_varlen_func(q[0], k, v, cu, cu, 5, 5, 0.1, block_table=used[:, None])
