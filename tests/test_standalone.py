@@ -139,3 +139,16 @@ def test_refusals(tmp_path: Path):
 def test_usage(arguments: list[str], message: str):
     done = CliRunner().invoke(main, ["emit", "head_dim=64", *arguments])
     assert done.exit_code == 2 and message in done.output
+
+
+def test_package_of_others_is_not_replaced(tmp_path: Path):
+    kept = tmp_path / "mine" / "__init__.py"
+    kept.parent.mkdir()
+    kept.write_text("value = 1\n")
+    line = ["emit", "head_dim=64", "--gpu", "sm_90", "--standalone", str(kept.parent)]
+    done = CliRunner().invoke(main, line)
+    assert done.exit_code == 2 and "attngen did not write" in done.output
+    assert kept.read_text() == "value = 1\n"
+    kept.unlink()
+    for _ in range(2):  # its own is
+        assert CliRunner().invoke(main, line).exit_code == 0
