@@ -172,9 +172,8 @@ def _alignment(bias: CausalBias, query: Tensor, key: Tensor) -> str:
     return "top_left" if bias.variant == CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def _mask(mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor:
-    """SDPA's attn_mask, of four dims."""
-    check_place("attn_mask", mask, query)
+def check_mask_dtype(mask: Tensor) -> None:
+    """A mask of bools, or floats that are added."""
     if mask.dtype != torch.bool and mask.dtype not in BIAS_DTYPES:
         step = "cast it with attn_mask.float()"
         if not mask.is_floating_point():
@@ -182,6 +181,12 @@ def _mask(mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor:
         raise DtypeError(
             f"attn_mask must be bool, float16, bfloat16 or float32, got {mask.dtype}; {step}"
         )
+
+
+def _mask(mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor:
+    """SDPA's attn_mask, of four dims."""
+    check_place("attn_mask", mask, query)
+    check_mask_dtype(mask)
     tile: Tensor = mask
     while tile.dim() < len(full):
         tile = tile.unsqueeze(0)
