@@ -80,6 +80,8 @@ def test_parts_are_reached_from_attngen() -> None:
     for name in names:
         done = python(f"import attngen; attngen.{name}")
         assert done.returncode == 0, done.stderr
+    assert {"aot", "distributed", "integrations"} <= {*dir(attngen)}
+    assert {"flash_attn", "transformers"} <= {*dir(attngen.integrations)}
 
 
 @pytest.mark.parametrize("code", ["import attngen", "import attngen; attngen.attention"])
