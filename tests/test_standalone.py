@@ -50,6 +50,20 @@ for got, right in zip(torch.autograd.grad(out.sum() + lse.sum() * 0, (q, k, v)),
     torch.testing.assert_close(got, right, atol=1e-5, rtol=0)
 rows = attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, layout="bshd")
 torch.testing.assert_close(rows.transpose(1, 2), want, atol=1e-5, rtol=0)
+wrong = [  # kernels trust shapes
+    (q, k, v[:, :, :7]),
+    (q.expand(2, -1, -1, -1), k, v),
+    (q, k[:, :0], v[:, :0]),
+    (q, k, v.bfloat16()),
+    (q[0], k[0], v[0]),
+    (q[:, :, :, :8], k, v),
+]
+for tensors in wrong:
+    try:
+        attention(*tensors, causal=True)
+    except ValueError:
+        continue
+    raise AssertionError([x.shape for x in tensors])
 try:
     import attngen
 except ModuleNotFoundError:
