@@ -39,6 +39,9 @@ _HOME = {
     "tune": "attngen.tuner",
 }
 
+_PARTS = ("aot", "distributed", "integrations")
+"""Modules of public names that need no import of their own."""
+
 __all__ = [
     "Attention",
     "AttentionSpec",
@@ -69,6 +72,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from attngen import aot as aot
+    from attngen import distributed as distributed
+    from attngen import integrations as integrations
     from attngen.api import Attention, attention, compile, reload
     from attngen.append import append_kv
     from attngen.append_attend import append_and_attend
@@ -96,6 +102,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return importlib.import_module(f"attngen.{name}")
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'attngen' has no attribute {name!r}")
@@ -105,4 +113,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *__all__, *_PARTS})

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attngen import calls, gpu, lowering, resolve
+from attngen.checks import check_dtypes, check_tensors
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.kernel import emit, load
 from attngen.memory import empty_bshd
@@ -39,7 +40,14 @@ class Frozen:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False) -> Any:
         """Attention of (batch, heads, seqlen, dim) tensors of the spec's dtype, the last stride 1
-        and the others multiples of 16 bytes: out, or (out, lse). Has no gradient."""
+        and the others multiples of 16 bytes: out, or (out, lse). Has no gradient.
+
+        Raises:
+            SpecError: shapes, dtypes or devices are others; a package does not look at them.
+        """
+        check_tensors(q, k, v, self.spec.head_dim, self.spec.head_dim_v)
+        check_dtypes(q, k, v, self.spec.dtype)
+        q, k, v = (x.to(getattr(torch, self.spec.dtype)) for x in (q, k, v))  # under autocast
         out, lse = self.op(q, k, v, *self.numbers)
         return (out, lse) if return_lse else out
 

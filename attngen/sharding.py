@@ -116,7 +116,10 @@ def _beside(spec: AttentionSpec, extra: Any, dim: int) -> list[Any]:
         is_own = is_own or (name.endswith("_descale") and len(x.shape) > 0)
         if is_own and spec.is_packed and name in _OF_BATCH:
             is_own = False
-        placements.append(_shard(dim) if is_own and x.shape[dim] != 1 else _replicate())
+        at = dim
+        if dim == _HEADS and spec.paged and spec.kv_scale == "key" and name.endswith("_descale"):
+            at = 2  # (pages, page_size, heads)
+        placements.append(_shard(at) if is_own and x.shape[at] != 1 else _replicate())
     return placements
 
 

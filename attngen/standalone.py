@@ -74,7 +74,10 @@ def emit_folder(
     traits = [_traits(spec) for spec in specs]
     for number, each in enumerate(traits):
         if each in traits[:number]:
-            raise SpecError(f"{specs[number].key} is there twice, up to numbers; leave one out")
+            raise SpecError(
+                f"{specs[number].key} is there twice, but for what a call does not tell: numbers, "
+                "precision, deterministic and batch_invariant; leave one out"
+            )
     files: dict[str, str] = {}
     kernels = []
     for number, spec in enumerate(specs):

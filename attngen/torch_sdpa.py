@@ -172,9 +172,8 @@ def _alignment(bias: CausalBias, query: Tensor, key: Tensor) -> str:
     return "top_left" if bias.variant == CausalVariant.UPPER_LEFT else "bottom_right"
 
 
-def _mask(mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor:
-    """SDPA's attn_mask, of four dims."""
-    check_place("attn_mask", mask, query)
+def check_mask_dtype(mask: Tensor) -> None:
+    """A mask of bools, or floats that are added."""
     if mask.dtype != torch.bool and mask.dtype not in BIAS_DTYPES:
         step = "cast it with attn_mask.float()"
         if not mask.is_floating_point():
@@ -182,6 +181,12 @@ def _mask(mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor:
         raise DtypeError(
             f"attn_mask must be bool, float16, bfloat16 or float32, got {mask.dtype}; {step}"
         )
+
+
+def _mask(mask: Any, query: Tensor, full: tuple[int, ...]) -> Tensor:
+    """SDPA's attn_mask, of four dims."""
+    check_place("attn_mask", mask, query)
+    check_mask_dtype(mask)
     tile: Tensor = mask
     while tile.dim() < len(full):
         tile = tile.unsqueeze(0)
@@ -240,9 +245,9 @@ def patch_sdpa(*, strict: bool = False) -> SdpaPatch:
     from this call on, or as a context manager.
 
     Calls that attngen does not serve go on to torch, with one warning for each reason: other
-    dtypes (float64), other devices (CPU tensors beside a GPU), head dims above 256, nested tensors
-    with a mask, attn_mask together with is_causal, and torch.jit.trace. So do calls under
-    `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, without a warning.
+    dtypes (float64), other devices (CPU tensors beside a GPU), head dims above 256, no heads,
+    nested tensors with a mask, attn_mask together with is_causal, and torch.jit.trace. So do calls
+    under `torch.nn.attention.sdpa_kernel(SDPBackend.MATH)`, without a warning.
 
     Code that imported the function by name before keeps torch's, and so do torch's own fused
     modules (`nn.MultiheadAttention` in evaluation); `attngen.integrations.torch_backend` reaches
@@ -338,6 +343,8 @@ def _unserved(query: Any, key: Any, value: Any, attn_mask: Any, is_causal: Any) 
         return dtype
     if not all(1 <= x.shape[-1] <= 256 for x in (query, value)):
         return f"head dims {query.shape[-1]} and {value.shape[-1]}"
+    if any(x.dim() > 2 and x.shape[-3] == 0 for x in (query, key, value)):
+        return "no heads"
     if query.is_nested and (attn_mask is not None or not are_jagged(query, key, value)):
         return "nested tensors with a mask, or not jagged"
     if attn_mask is not None and is_causal:

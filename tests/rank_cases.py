@@ -291,18 +291,18 @@ def helpers(group: Any, layout: str, seqlen: int) -> None:
 
 
 def packed(group: Any, method: str, layout: str) -> None:
-    """Packed sequences over ranks, against each sequence by itself."""
-    cu = torch.tensor([0, 7, 7, 24, 37], dtype=torch.int32)
+    """Packed sequences over ranks, against each sequence by itself; rows of none see nothing."""
+    cu = torch.tensor([2, 7, 7, 24, 34], dtype=torch.int32)
     total = 37
     generator = torch.Generator().manual_seed(2)
     q, k, v, do = (torch.randn(total, n, 16, generator=generator) for n in (4, 2, 2, 4))
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    outs = []
-    for a, b in ((0, 7), (7, 24), (24, 37)):
+    outs = [torch.zeros(2, 4, 16)]
+    for a, b in ((2, 7), (7, 24), (24, 34)):
         each = [x[a:b].transpose(0, 1)[None] for x in leaves]
         spec = attngen.AttentionSpec(head_dim=16, dtype="float32", causal=True, window=(5, 0))
         outs.append(reference.attention(spec, *each)[0][0].transpose(0, 1))
-    out = torch.cat(outs)
+    out = torch.cat([*outs, torch.zeros(3, 4, 16)])
     want = [out, *torch.autograd.grad(out, leaves, do.double())]
     near = [distributed.shard(x, layout, dim=0, group=group) for x in (q, k, v, do)]
     mine = [x.requires_grad_() for x in near[:3]]
@@ -312,6 +312,9 @@ def packed(group: Any, method: str, layout: str) -> None:
         window=(5, 0), cu_seqlens_q=cu, cu_seqlens_k=cu, return_lse=True, **totals,
     )  # fmt: skip
     assert lse.shape == got.shape[:2]
+    rows = distributed.positions(layout, dist.get_rank(group), dist.get_world_size(group), total)
+    outside = (rows < 2) | (rows >= 34)
+    assert torch.equal(lse == float("-inf"), outside[:, None].expand_as(lse))
     spec = attngen.AttentionSpec(
         head_dim=16, dtype="float32", causal=True, window=(5, 0), layout="thd"
     )
@@ -348,15 +351,39 @@ def fails_on_rank(group: Any, bad: int, seconds: float, method: str) -> str:
     raise AssertionError("no rank noticed")
 
 
-def differ(group: Any) -> str:
-    """Ranks ask for different attentions."""
-    x = torch.randn(1, 2, 8, 16)
-    causal = dist.get_rank(group) == 0
+def differ(group: Any, rank_0: dict[str, Any], others: dict[str, Any]) -> str:
+    """Ranks ask for different attentions, neither of which was asked for before."""
+    x = torch.randn(1, 2, 9, 24)
+    named = rank_0 if dist.get_rank(group) == 0 else others
     try:
-        distributed.attention(x, x, x, group=group, hop="torch", causal=causal)
+        distributed.attention(x, x, x, group=group, hop="torch", **named)
     except attngen.SpecError as error:
         return str(error)
     raise AssertionError("not refused")
+
+
+def without_backend(group: Any) -> list[str]:
+    """A group that has no backend for the tensors: the words of the errors."""
+    other = dist.new_group(backend="cuda:gloo")
+    x, said = torch.randn(1, 2, 8, 16), []
+    for call in (
+        lambda: distributed.attention(x, x, x, group=other, hop="torch"),
+        lambda: distributed.unshard(x, "zigzag", dim=2, group=other),
+    ):
+        try:
+            call()
+        except attngen.SpecError as error:
+            said.append(str(error))
+    return said
+
+
+def defaults(group: Any) -> None:
+    """What says nothing in attngen.attention says nothing here."""
+    x = torch.randn(1, 2, 8, 16)
+    named = {"block_table": None, "seqused_k": None, "q_start": 0, "partial": False}
+    want = distributed.attention(x, x, x, group=group, hop="torch")
+    got = distributed.attention(x, x, x, group=group, hop="torch", **named)
+    assert torch.equal(got, want)
 
 
 def functions(group: Any) -> None:

@@ -35,6 +35,12 @@ assert out.stride()[1] == 64 and lse.dtype == torch.float32
 torch.export.save(program, attend.path.parent / "program.pt2")
 again = torch.export.load(attend.path.parent / "program.pt2")
 assert str(node.target) in str(again.graph)
+for wrong in ((q, k, v[:, :, :9]), (q, k.float(), v), (q[..., :32], k[..., :32], v)):
+    try:
+        attend(*wrong)  # the kernel trusts shapes
+    except attngen.SpecError:
+        continue
+    raise AssertionError([x.shape for x in wrong])
 """
 
 

@@ -92,6 +92,8 @@ def test_lse_and_refusals():
         integration.attend(q, q, q, _parallel_config=object())
     with pytest.raises(attngen.SpecError, match="pass enable_gqa=True"):
         integration.attend(q, q[:, :, :1], q[:, :, :1])
+    with pytest.raises(attngen.DtypeError, match=r"attn_mask.*write attn_mask.bool\(\)"):
+        integration.attend(q, q, q, torch.ones(1, 5, dtype=torch.int64))
 
 
 def test_register_twice():

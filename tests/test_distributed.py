@@ -233,9 +233,30 @@ def test_what_a_method_cannot_do_is_refused(case: dict[str, Any], words: str) ->
     assert kind == "UnsupportedSpecError" and words in said
 
 
-def test_ranks_that_ask_for_different_things_are_told() -> None:
-    for said in pool().run(2, "rank_cases:differ"):
-        assert "rank 0: ring" in said and "rank 1: ring" in said and "causal" in said
+@pytest.mark.parametrize(
+    ("rank_0", "others", "words"),
+    [
+        ({"causal": True}, {}, "causal"),
+        ({"dropout_p": 0.1, "dropout_seed": 3}, {"dropout_p": 0.1}, "with a dropout_seed"),
+        ({"method": "ulysses", "return_lse": True}, {"method": "ulysses"}, "with lse"),
+    ],
+)
+def test_ranks_that_ask_for_different_things_are_told(
+    rank_0: dict[str, Any], others: dict[str, Any], words: str
+) -> None:
+    for said in pool().run(2, "rank_cases:differ", rank_0=rank_0, others=others):
+        assert "rank 0: " in said and "rank 1: " in said and words in said
+
+
+def test_group_without_a_backend_for_the_tensors_is_told() -> None:
+    for said in pool().run(4, "rank_cases:without_backend"):
+        assert len(said) == 2
+        for words in said:
+            assert "is on cpu, but the process group was made for cuda:gloo" in words
+
+
+def test_defaults_of_single_devices_are_taken() -> None:
+    pool().run(2, "rank_cases:defaults")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 from click.testing import CliRunner
@@ -55,6 +56,11 @@ def test_options_in_documents_exist():
     lines = re.findall(r"^attngen .*|`attngen [^`]*`", ALL_DOCUMENTS, re.MULTILINE)
     used = {option for line in lines for option in re.findall(r"--[a-z][a-z-]*", line)}
     assert used - {"--help"} <= options
+
+
+def test_names_in_documents_exist():
+    for name in set(re.findall(r"(?<![\w./])attngen(?:\.[A-Za-z_]\w*)+", ALL_DOCUMENTS)):
+        resolve_name(name)
 
 
 def test_environment_variables_are_documented():

@@ -165,7 +165,7 @@ def test_packed_forms(options: dict[str, Any]):
 def test_varlen(options: dict[str, Any], is_paged: bool):
     lengths_q, lengths_k = [5, 0, 17, 1], [20, 3, 21, 33]
     generator = torch.Generator().manual_seed(4)
-    q = torch.randn(sum(lengths_q), 2, 16, generator=generator)
+    q = torch.randn(sum(lengths_q) + 2, 2, 16, generator=generator)  # two rows of no sequence
     ks, vs = ([torch.randn(n, 1, 16, generator=generator) for n in lengths_k] for _ in range(2))
     k, v, table = torch.cat(ks), torch.cat(vs), None
     if is_paged:
@@ -173,9 +173,10 @@ def test_varlen(options: dict[str, Any], is_paged: bool):
         v, _ = pages(vs)
     cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k))
     out, lse, _ = functions.flash_attn_varlen_func(
-        q, k, v, cu_q, cu_k, 17, 33, return_attn_probs=True, block_table=table, **options
-    )
+        q, k, v, cu_q, cu_k, 1, 1, return_attn_probs=True, block_table=table, **options
+    )  # the largest lengths are not read
     assert out.shape == q.shape and lse.shape == (2, len(q))
+    assert torch.all(out[-2:] == 0) and torch.all(lse[:, -2:] == float("-inf"))
     for n in range(4):
         rows = slice(int(cu_q[n]), int(cu_q[n + 1]))
         judge((out[rows], lse[:, rows]), q[rows], ks[n], vs[n], **in_oracle(options))
@@ -353,6 +354,19 @@ def test_refusals():
             call(one, *short, cache_batch_idx=torch.zeros_like(used), cache_seqlens=used)
         with pytest.raises(attngen.SpecError, match="names the pages"):
             call(one, *old, cache_batch_idx=used, block_table=used[:, None], cache_seqlens=used)
+        for seqlens in (-1, CACHE, 2.5, [2]):  # an int is looked at: the host has it
+            with pytest.raises(
+                attngen.SpecError, match=f"cache_seqlens must be an int from 0 to {CACHE - 1}"
+            ):
+                call(one, *old, k[:, :1, :1], v[:, :1, :1], cache_seqlens=seqlens)
+        with pytest.raises(
+            attngen.SpecError, match=f"rotary_cos must have a row for .* {CACHE}, got 9"
+        ):
+            call(one, *old, k[:, :1, :1], v[:, :1, :1], torch.ones(9, 4), torch.ones(9, 4), used)
+        with pytest.raises(attngen.SpecError, match="cache_batch_idx must be a torch.Tensor"):
+            call(one, *old, cache_seqlens=used, cache_batch_idx=[0])
+    with pytest.raises(attngen.SpecError, match="window left must be None"):
+        functions.flash_attn_func(q, k, v, window_size=("a", 0))
     cu = torch.tensor([0, 5], dtype=torch.int32)
     with pytest.raises(attngen.UnsupportedSpecError, match="dropout_p with block_table"):
         functions.flash_attn_varlen_func(q[0], k, v, cu, cu, 5, 5, 0.1, block_table=used[:, None])

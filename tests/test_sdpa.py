@@ -249,6 +249,7 @@ def test_a_patch_reaches_modules_in_training(calls_of_sdpa: list[None]) -> None:
 UNSERVED = {
     "float64": (lambda q: (q.double(),) * 3, {}),
     "head dims 300 and 300": (lambda q: (torch.randn(1, 1, 2, 300),) * 3, {}),
+    "no heads": (lambda q: (torch.randn(2, 0, 2, 16),) * 3, {}),
     "a float64 mask": (lambda q: (q,) * 3, {"attn_mask": torch.zeros(5, 5).double()}),
 }
 

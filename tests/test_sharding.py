@@ -73,6 +73,21 @@ def check(rank):
         out = attngen.attention(q, k, v)
     assert out.placements == (heads,)
 
+    # A cache of pages, quantised by key: heads are the last dim of its scales.
+    table, used = torch.tensor([[0, 1], [2, 3]]).int(), torch.tensor([20, 30]).int()
+    pages = [torch.randint(-99, 99, (4, 16, 2, 16), dtype=torch.int8) for _ in "kv"]
+    scales = [torch.rand(4, 16, 2) for _ in "kv"]
+    query = torch.randn(2, 4, 3, 16, dtype=torch.bfloat16)
+
+    def decode(query, k, v, k_descale, v_descale, used, table):
+        named = {"k_descale": k_descale, "v_descale": v_descale}
+        return attngen.attention(query, k, v, seqused_k=used, block_table=table, **named)
+
+    tensors = [query, *pages, *scales, used, table]
+    places = [heads, rows, rows, rows, rows, whole, whole]
+    out = decode(*[distribute_tensor(x, mesh, [p]) for x, p in zip(tensors, places)])
+    assert out.placements == (heads,) and torch.equal(out.full_tensor(), decode(*tensors))
+
 start()
 """
 

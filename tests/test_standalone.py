@@ -50,6 +50,20 @@ for got, right in zip(torch.autograd.grad(out.sum() + lse.sum() * 0, (q, k, v)),
     torch.testing.assert_close(got, right, atol=1e-5, rtol=0)
 rows = attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=True, layout="bshd")
 torch.testing.assert_close(rows.transpose(1, 2), want, atol=1e-5, rtol=0)
+wrong = [  # kernels trust shapes
+    (q, k, v[:, :, :7]),
+    (q.expand(2, -1, -1, -1), k, v),
+    (q, k[:, :0], v[:, :0]),
+    (q, k, v.bfloat16()),
+    (q[0], k[0], v[0]),
+    (q[:, :, :, :8], k, v),
+]
+for tensors in wrong:
+    try:
+        attention(*tensors, causal=True)
+    except ValueError:
+        continue
+    raise AssertionError([x.shape for x in tensors])
 try:
     import attngen
 except ModuleNotFoundError:
@@ -139,3 +153,16 @@ def test_refusals(tmp_path: Path):
 def test_usage(arguments: list[str], message: str):
     done = CliRunner().invoke(main, ["emit", "head_dim=64", *arguments])
     assert done.exit_code == 2 and message in done.output
+
+
+def test_package_of_others_is_not_replaced(tmp_path: Path):
+    kept = tmp_path / "mine" / "__init__.py"
+    kept.parent.mkdir()
+    kept.write_text("value = 1\n")
+    line = ["emit", "head_dim=64", "--gpu", "sm_90", "--standalone", str(kept.parent)]
+    done = CliRunner().invoke(main, line)
+    assert done.exit_code == 2 and "attngen did not write" in done.output
+    assert kept.read_text() == "value = 1\n"
+    kept.unlink()
+    for _ in range(2):  # its own is
+        assert CliRunner().invoke(main, line).exit_code == 0

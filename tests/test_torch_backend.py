@@ -234,16 +234,16 @@ def test_varlen_attn(active: None, window: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("num_splits", [None, 1])
-@pytest.mark.parametrize("rows", [1, 3])
-def test_paged_cache(active: None, rows: int, num_splits: int | None) -> None:
+@pytest.mark.parametrize("rows", [(1, 1, 1), (3, 3, 3), (2, 0, 4)], ids=["one", "equal", "unequal"])
+def test_paged_cache(active: None, rows: tuple[int, ...], num_splits: int | None) -> None:
     lengths, page = [19, 33, 3], 16
-    q = packed(3 * rows, 2, 0).detach()
+    q = packed(sum(rows), 2, 0).detach()
     pages = torch.randn(7, page, 1, 16), torch.randn(7, page, 1, 16)
     table = torch.tensor([[4, 0, 6], [1, 2, 5], [3, 6, 6]], dtype=torch.int32)
-    cu = torch.arange(4, dtype=torch.int32) * rows
+    cu = offsets(rows)
     used = torch.tensor(lengths, dtype=torch.int32)
     out, lse = varlen_attn(
-        *(q, *pages, cu, None, rows, 48),
+        *(q, *pages, cu, None, max(rows), 48),
         window_size=(-1, 0),
         enable_gqa=True,
         seqused_k=used,
@@ -254,20 +254,11 @@ def test_paged_cache(active: None, rows: int, num_splits: int | None) -> None:
     parts, sums = [], []
     for n, length in enumerate(lengths):
         k, v = (x[table[n].long()].flatten(0, 1)[:length].transpose(0, 1)[None] for x in pages)
-        one = q[n * rows : (n + 1) * rows].transpose(0, 1)[None]
+        one = q[cu[n] : cu[n + 1]].transpose(0, 1)[None]
         made, of_rows = attngen.attention(one, k, v, causal=True, return_lse=True)
         parts.append(made[0].transpose(0, 1))
         sums.append(of_rows[0])
     assert_close([out, lse], [torch.cat(parts), torch.cat(sums, 1)])
-
-
-def test_paged_cache_of_unequal_query_lengths_is_refused(active: None) -> None:
-    pages = torch.randn(2, 16, 4, 16)
-    used = torch.tensor([3, 3], dtype=torch.int32)
-    table = torch.tensor([[0], [1]], dtype=torch.int32)
-    q, cu = torch.randn(3, 4, 16), torch.tensor([0, 1, 3], dtype=torch.int32)
-    with pytest.raises(attngen.UnsupportedSpecError, match="3 rows in 2 sequences of at most 2"):
-        varlen_attn(q, pages, pages, cu, None, 2, 16, seqused_k=used, block_table=table)
 
 
 def test_arguments_that_attngen_does_not_take(active: None) -> None:

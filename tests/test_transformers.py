@@ -380,3 +380,11 @@ def test_a_mask_of_other_keys_is_refused():
     q = torch.zeros(2, 2, 8, 16)
     with pytest.raises(attngen.SpecError, match="made for 8 keys, but this layer has 9"):
         integration.attention_forward(None, q, torch.zeros(2, 2, 9, 16), q, mask)
+
+
+def test_a_mask_of_ints_is_refused():
+    """Added to the scores, as floats are, it would hide nothing."""
+    q = torch.zeros(2, 2, 8, 16)
+    mask = torch.ones(2, 1, 8, 8, dtype=torch.int64)
+    with pytest.raises(attngen.DtypeError, match=r"write attn_mask.bool\(\)"):
+        integration.attention_forward(None, q, q, q, mask)

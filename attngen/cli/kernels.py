@@ -39,7 +39,7 @@ USUAL_WORKLOAD = Workload(1, 16, 16, 4096, 4096)
 
 
 @click.command(cls=Command)
-@click.argument("specs", type=SPEC, metavar="SPEC", nargs=-1, required=True)
+@click.argument("specs", type=SPEC, metavar="SPEC...", nargs=-1, required=True)
 @direction_option("fwd", both=False)
 @workload_option(multiple=True)
 @click.option(
@@ -113,6 +113,11 @@ def _emit_folder(
     here = gpus or (device(None),)
     named = [gpu for gpu in here if not gpu.is_interpreter]
     files = dict(emit_folder(folder.resolve(), specs, named, workloads))
+    if (held := folder / "__init__.py").exists() and "Emitted by attngen" not in held.read_text():
+        raise click.UsageError(
+            f"{folder} is a package that attngen did not write, and its __init__.py would be lost; "
+            "name another folder, which may lie in it"
+        )
     try:
         (folder.resolve() / "kernels").mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -120,6 +125,8 @@ def _emit_folder(
     for path, text in files.items():
         write_whole(path, text)
     say(f"wrote {len(files)} files to {folder}; python -m pytest {folder} checks them")
+    if not named:
+        say("note: no GPU here: all run the config that fits any; --gpu nvidia_h200 adds winners")
 
 
 def _looked_up(

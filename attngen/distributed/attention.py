@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attngen.api import _scaled, _seed, _text_key
+from attngen.api import attention as single
 from attngen.checks import (
     SCORE_FIELDS,
     check_call,
@@ -39,6 +41,7 @@ from attngen.values import (
 )
 
 _ = op  # importing it registers the ops
+_SINGLE = inspect.signature(single).parameters
 TENSOR_LAYOUTS = ("bhsd", "bshd", "thd")
 # Arguments of attngen.attention that stay on one device, and why.
 REFUSED = {
@@ -348,11 +351,14 @@ def _unpacked(spec: AttentionSpec) -> list[str]:
 
 
 def _refuse(others: dict[str, Any]) -> None:
+    """Refuse what is unknown, or set and not built over ranks."""
     given = {name: x for name, x in others.items() if name not in REFUSED}
     if given:
         refuse_names(given, attention)
-    why = [f"context parallelism: {name}: {REFUSED[name]}" for name in others]
-    raise UnsupportedSpecError(why)
+    set_ones = [name for name, x in others.items() if x is not _SINGLE[name].default]
+    if set_ones:
+        why = [f"context parallelism: {name}: {REFUSED[name]}" for name in set_ones]
+        raise UnsupportedSpecError(why)
 
 
 def _heads_first(

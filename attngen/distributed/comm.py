@@ -64,6 +64,18 @@ def _flat_group(mesh: Any) -> Any:
     return _FLAT[ranks]
 
 
+def check_device(group: Any, name: str, x: Tensor) -> None:
+    """Can the group send what lies on this device?"""
+    try:
+        group._get_backend(x.device)
+    except RuntimeError as error:
+        config = dist.get_backend_config(group)
+        raise SpecError(
+            f"{name} is on {x.device}, but the process group was made for {config}; move {name}, "
+            'or call init_process_group or new_group with backend="cpu:gloo,cuda:nccl"'
+        ) from error
+
+
 def resolve(name: str) -> Any:
     """The group of a name, as `group.group_name` gives it."""
     find: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009  (not exported)

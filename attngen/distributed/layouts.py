@@ -227,6 +227,7 @@ def unshard(
         group: the group of context parallelism, or a DeviceMesh; default: the world.
     """
     layout, flat = check_layout(layout), comm.group_of(group)
+    comm.check_device(flat, "x", x)
     rank, world = dist.get_rank(flat), dist.get_world_size(flat)
     dim = dim % x.dim()
     seqlen = whole("seqlen", x.shape[dim] * world if seqlen is None else seqlen)

@@ -98,8 +98,9 @@ class _Call:
             self.head_start += self.heads.q[0]
         self.group_size = heads[0] // heads[1]
 
-    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def check(self, q: Tensor, k: Tensor, v: Tensor, draws: bool, wants_lse: bool) -> None:
         """Lengths are those of the layout, and all ranks ask for the same."""
+        comm.check_device(self.plan.group, "q", q)
         for name, x, total in (("q", q, self.totals[0]), ("k", k, self.totals[1])):
             check_rows(name, x.shape[2], self.plan.layout, self.rank, self.world, total)
         plan, sizes = self.plan, (q.shape[0], q.shape[1], k.shape[1], q.shape[3], v.shape[3])
@@ -107,6 +108,8 @@ class _Call:
             f"{plan.method}, {plan.layout} of {self.totals[0]} and {self.totals[1]} rows, "
             f"batch, heads and dims {sizes}, {q.dtype}, {self.key}, {self.ints}"
         )
+        said += ", with a dropout_seed" if self.spec.has_dropout and not draws else ""
+        said += ", with lse" if self.exchange is not None and wants_lse else ""
         comm.check_agreement(plan.group, said, q.device)
         for group in (plan.ring, plan.ulysses):
             if group is not None and group is not plan.group:
@@ -183,7 +186,7 @@ def _forward(
     with _guard(q):
         heads = (q.shape[1], k.shape[1])
         call = _Call(text, key, heads, extra, scalars, ints, (total_q, total_k))
-        call.check(q, k, v)
+        call.check(q, k, v, draws, wants_lse)
         saved: list[Tensor] = []
         if call.spec.has_dropout:
             seed = call.terms["dropout_seed"].clone()

@@ -77,4 +77,5 @@ def documents_of(
     layout, rank, world = _place_of(plan)
     rows = positions(layout, rank, world, totals[0], device=q.device)
     ids = torch.bucketize(rows, cu_seqlens_q.long(), right=True, out_int32=True)[None]
-    return ids, ids
+    outside = (ids == 0) | (ids == cu_seqlens_q.shape[0])  # rows of no sequence, which see none
+    return ids.masked_fill(outside, -1), ids.masked_fill(outside, -2)

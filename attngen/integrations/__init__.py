@@ -19,3 +19,7 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return importlib.import_module(f"attngen.integrations.{name}")
     raise AttributeError(f"module 'attngen.integrations' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

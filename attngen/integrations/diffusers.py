@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attngen.api import attention
 from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.torch_sdpa import check_mask_dtype
 
 NAME = "attngen"
 
@@ -76,6 +77,7 @@ def attend(
         )
     named: dict[str, Any] = {}
     if attn_mask is not None:
+        check_mask_dtype(attn_mask)
         if attn_mask.dim() == 2 and attn_mask.shape == (key.shape[0], key.shape[1]):
             attn_mask = attn_mask[:, None, None, :]
         named["attn_mask" if attn_mask.dtype == torch.bool else "bias"] = attn_mask

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from attngen.api import attention
 from attngen.append import append_kv
+from attngen.checks import check_kinds
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.values import MAX_POSITION, shown
+from attngen.values import shown, whole
 
 __all__ = [
     "flash_attn_func",
@@ -158,15 +159,15 @@ def flash_attn_varlen_func(
     named = _options(dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes)
     named["deterministic"] = deterministic or None
     _check_probs(return_attn_probs, dropout_p)
-    keys: dict[str, Any] = {"cu_seqlens_k": cu_seqlens_k}
-    if block_table is not None:
+    if block_table is None:
+        named["cu_seqlens_k"] = cu_seqlens_k
+    else:
         if dropout_p:
             why = "dropout_p with block_table is not built yet; gather the pages into dense k and v"
             raise UnsupportedSpecError([why])
-        keys = {"block_table": block_table, "seqused_k": cu_seqlens_k.diff().to(torch.int32)}
-    out, lse = attention(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, **keys, return_lse=True, layout="thd", **named
-    )
+        check_kinds({"cu_seqlens_k": cu_seqlens_k})
+        named |= {"seqused_k": cu_seqlens_k.diff().to(torch.int32), "block_table": block_table}
+    out, lse = attention(q, k, v, cu_seqlens_q=cu_seqlens_q, return_lse=True, layout="thd", **named)
     return (out, lse.transpose(0, 1), out.new_empty(0)) if return_attn_probs else out
 
 
@@ -284,12 +285,14 @@ def flash_attn_with_kvcache(
     Returns:
         out (batch, seqlen_q, num_heads_q, head_dim), or (out, lse (batch, num_heads_q, seqlen_q)).
     """
+    check_kinds({"q": q, "k_cache": k_cache, "v_cache": v_cache})
     _check_cache(k, v, rotary_cos, rotary_sin, cache_seqlens)
     if cache_leftpad is not None:
         _check_leftpad(block_table, cache_batch_idx, rotary_cos)
     if cache_batch_idx is not None:
         if block_table is not None:
             raise SpecError("cache_batch_idx with block_table: the table names the pages of a row")
+        check_kinds({"cache_batch_idx": cache_batch_idx})
         if k_cache.shape[1] % 16:
             raise UnsupportedSpecError(
                 [
@@ -300,7 +303,13 @@ def flash_attn_with_kvcache(
         block_table = cache_batch_idx.to(torch.int32).unsqueeze(1)  # each row of the cache a page
     named = _options(0.0, softmax_scale, causal, window_size, softcap, alibi_slopes)
     batch = q.shape[0]
-    used = _lengths(cache_seqlens, batch, q.device)
+    room = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+    if rotary_cos is not None and rotary_cos.shape[0] < room:
+        raise SpecError(
+            f"rotary_cos must have a row for each key that the cache has room for, {room}, got "
+            f"{rotary_cos.shape[0]}; compute it for as many positions"
+        )
+    used = _lengths(cache_seqlens, batch, room - (0 if k is None else k.shape[1]), q.device)
     with torch.no_grad():
         if k is not None and v is not None:
             assert used is not None  # _check_cache
@@ -319,7 +328,6 @@ def flash_attn_with_kvcache(
             )
             used = used + k.shape[1]
         if used is None and block_table is not None:
-            room = block_table.shape[1] * k_cache.shape[1]
             used = torch.full((batch,), room, dtype=torch.int32, device=q.device)
         if cache_leftpad is not None:
             number = torch.arange(k_cache.shape[1], device=q.device)
@@ -352,7 +360,7 @@ def _options(
     """Options in the words of `attngen.attention`."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise SpecError(f"window_size must be (left, right), got {shown(window_size)}")
-    left, right = (None if n is None or n < 0 else min(n, MAX_POSITION) for n in window_size)
+    left, right = (_window_side(n) for n in window_size)
     return {
         "dropout_p": dropout_p,
         "softmax_scale": softmax_scale,
@@ -361,6 +369,14 @@ def _options(
         "softcap": softcap or None,
         "alibi_slopes": alibi_slopes,
     }
+
+
+def _window_side(side: Any) -> Any:
+    """None for an open side, which flash-attn writes as -1."""
+    try:
+        return None if side is None or side < 0 else side
+    except TypeError:
+        return side  # refused as a window's side is
 
 
 def _check_probs(return_attn_probs: bool, dropout_p: float) -> None:
@@ -383,12 +399,14 @@ def _unpacked(name: str, x: Any, count: int, dims: int) -> tuple[Tensor, ...]:
     return x.unbind(-3)
 
 
-def _lengths(cache_seqlens: Any, batch: int, device: torch.device) -> Tensor | None:
+def _lengths(cache_seqlens: Any, batch: int, most: int, device: torch.device) -> Tensor | None:
     if cache_seqlens is None:
         return None
     if isinstance(cache_seqlens, Tensor):
         return cache_seqlens.to(torch.int32)
-    return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=device)
+    step = "int32 tensors may differ by row"
+    number = whole("cache_seqlens", cache_seqlens, 0, most, step)
+    return torch.full((batch,), number, dtype=torch.int32, device=device)
 
 
 def _check_cache(k: Any, v: Any, cos: Any, sin: Any, cache_seqlens: Any) -> None:

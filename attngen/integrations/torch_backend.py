@@ -398,8 +398,18 @@ def _flash_forward(
     }
     if cum_seq_q is None or cum_seq_k is None:
         k, v = key.transpose(1, 2), value.transpose(1, 2)
-        q = q.transpose(1, 2) if cum_seq_q is None else _equal_lengths(q, cum_seq_q, max_q)
         lengths: dict[str, Any] = {"seqused_k": seqused_k, "block_table": block_table}
+        if (
+            cum_seq_q is not None
+            and block_table is not None
+            and not _are_equal(q, cum_seq_q, max_q)
+        ):
+            (q,) = _heads_first(q)
+            lengths["cu_seqlens_q"] = cum_seq_q
+            out, lse = calls.forward(*_with([q, k, v], _arguments(q, v, **how, **lengths)))
+            out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
+            return out, lse, state, offset, query.new_empty(0)
+        q = q.transpose(1, 2) if cum_seq_q is None else _equal_lengths(q, cum_seq_q, max_q)
         out, lse = calls.forward(*_with([q, k, v], _arguments(q, v, **how, **lengths)))
         out = out.transpose(1, 2)
         if cum_seq_q is not None:
@@ -414,10 +424,15 @@ def _flash_forward(
     return out, lse, state, offset, query.new_empty(0)
 
 
+def _are_equal(q: Tensor, cum_seq_q: Tensor, max_q: int) -> bool:
+    """Has each sequence max_q packed queries? Their sum says so."""
+    return q.shape[0] == (cum_seq_q.shape[0] - 1) * max_q
+
+
 def _equal_lengths(q: Tensor, cum_seq_q: Tensor, max_q: int) -> Tensor:
-    """Packed queries as a batch: each sequence has max_q of them, where the sum says so."""
+    """Packed queries of equal lengths as a batch."""
     count = cum_seq_q.shape[0] - 1
-    if q.shape[0] != count * max_q:
+    if not _are_equal(q, cum_seq_q, max_q):
         raise UnsupportedSpecError(
             [
                 f"a cache without cu_seq_k for sequences of unequal query lengths ({q.shape[0]} "

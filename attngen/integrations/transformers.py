@@ -18,6 +18,7 @@ from torch import Tensor
 from attngen.api import attention
 from attngen.errors import SpecError
 from attngen.integrations.transformers_masks import StructuredMask, structured_mask
+from attngen.torch_sdpa import check_mask_dtype
 
 
 def register(name: str = "attngen", *, packed: bool = True) -> str:
@@ -109,6 +110,7 @@ def attention_forward(
             tile = (
                 tile[:, None, None, :] if tile.dtype == torch.bool else tile.bool()[:, None, None]
             )
+        check_mask_dtype(tile)
         tile, keys = tile[..., : key.shape[2]], None
         if tile.dtype == torch.bool:
             named["attn_mask"] = tile
