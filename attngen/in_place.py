@@ -90,26 +90,25 @@ def check_apart(out: Tensor, **inputs: Tensor) -> None:
 def _are_apart(x: Tensor, y: Tensor) -> bool:
     """Do two tensors share no element, as far as strides tell?
 
-    Parts of one buffer lie apart in each of its rows: addresses are compared modulo every stride.
+    Parts of one buffer lie apart in each of its rows: addresses are compared modulo every stride,
+    as arcs of a circle.
     """
     first, other = x.data_ptr(), y.data_ptr()
     if first + extent(x) <= other or other + extent(y) <= first:
         return True
-    moduli = {z.stride(n) * z.element_size() for z in (x, y) for n in range(z.dim())}
-    for modulus in sorted(moduli - {0}):
-        (begin, end), (low, high) = _within(x, modulus), _within(y, modulus)
-        if max(end, high) <= modulus and (end <= low or high <= begin):
+    strides = {z.stride(n) * z.element_size() for z in (x, y) for n in range(z.dim())}
+    for circle in sorted(strides - {0}):
+        distance = (other - first) % circle
+        if _arc(x, circle) <= distance and distance + _arc(y, circle) <= circle:
             return True
     return False
 
 
-def _within(x: Tensor, modulus: int) -> tuple[int, int]:
-    """Where the bytes of x lie modulo a number; behind it, if they pass it."""
+def _arc(x: Tensor, circle: int) -> int:
+    """From the first to the last byte of x, less the dims that go around the whole circle."""
     size = x.element_size()
     pairs = zip(x.shape, x.stride(), strict=True)
-    inner = sum((n - 1) * stride * size for n, stride in pairs if stride * size % modulus)
-    begin = x.data_ptr() % modulus
-    return begin, begin + inner + size
+    return size + sum((n - 1) * stride * size for n, stride in pairs if stride * size % circle)
 
 
 def _forward(

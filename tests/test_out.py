@@ -105,9 +105,11 @@ def test_what_is_wrong_is_named() -> None:
         attngen.attention(q.clone().requires_grad_(), k, v, out=right)
 
 
-def test_out_apart_from_inputs_within_one_buffer() -> None:
+@pytest.mark.parametrize("shift", [0, 16, 80, 176])  # wherever a row begins
+def test_out_apart_from_inputs_within_one_buffer(shift: int) -> None:
     """Parts of rows, as of a fused buffer of q, k, v and out; call after call."""
-    rows = torch.randn(2, 5, 4, 4, 16)  # batch, seqlen, which, heads, dim
+    rows = torch.randn(2 * 5 * 4 * 4 * 16 + shift)[shift:]
+    rows = rows.view(2, 5, 4, 4, 16)  # batch, seqlen, which, heads, dim
     q, k, v, out = (rows[:, :, n].transpose(1, 2) for n in range(4))
     want = attngen.attention(q.clone(), k.clone(), v.clone())
     for _ in range(3):
