@@ -148,7 +148,7 @@ def test_usp_of_one_dim(mesh: tuple[int, int]) -> None:
 )
 def test_hop_of_kernels_equals_whole(world: int, method: str, layout: str, name: str) -> None:
     small = {"batch": 1, "heads": (2, 1), "seqlen": 21}  # interpreted
-    check(world, method=method, layout=layout, hop="kernel", **small, **FEATURES[name])
+    check(world, method=method, layout=layout, hop="kernel", **{**small, **FEATURES[name]})
 
 
 @pytest.mark.slow

@@ -183,6 +183,8 @@ def attention(
         None,
         tuple(scores),
         fields_of(masks),
+        None,  # no quantised cache
+        None,
         *(x and str(x) for x in texts),
     )
     out, lse = _run(
