@@ -119,6 +119,6 @@ def test_what_is_missing_is_named() -> None:
     with pytest.raises(attngen.SpecError, match="slots without block_table"):
         attngen.append_and_attend(q, k, v, *caches, slots=at[:, None], seqused_k=at.int())
     with pytest.raises(attngen.SpecError, match="seqused_k is missing"):
-        attngen.append_and_attend(q, k, v, *caches, positions=[0, 1])  # type: ignore[arg-type]
+        attngen.append_and_attend(q, k, v, *caches, positions=[0, 1])
     with pytest.raises(attngen.UnsupportedSpecError):
         attngen.append_and_attend(q, k.clone().requires_grad_(), v, *caches, positions=at)

@@ -224,7 +224,7 @@ def test_compiled_and_specs() -> None:
     q, k, v = (x.detach() for x in make_qkv(2, 4, 1, 40, 16, heads_kv=2, dtype=torch.bfloat16))
     (k8, k_scale), (v8, v_scale) = (_quantized(x, "key", INT8, 16) for x in (k, v))
     scales = {"k_descale": k_scale, "v_descale": v_scale}
-    spec = AttentionSpec(head_dim=16, kv_dtype=torch.int8, kv_scale="key")  # type: ignore[arg-type]
+    spec = AttentionSpec(head_dim=16, kv_dtype=torch.int8, kv_scale="key")
     assert AttentionSpec.parse(spec.key) == spec
     assert "kv_dtype=int8,kv_scale=key" in spec.text_key
     attend = attngen.compile(spec)
@@ -324,7 +324,7 @@ def test_what_is_refused() -> None:
         ({"kv_dtype": INT8, "kv_scale": "head", "dtype": "float32"}, "needs dtype float16"),
     ):
         with pytest.raises(attngen.SpecError, match=message):
-            AttentionSpec(head_dim=16, **fields)  # type: ignore[arg-type]
+            AttentionSpec(head_dim=16, **fields)
     with pytest.raises(attngen.UnsupportedSpecError, match="shared_kv with kv_dtype"):
         AttentionSpec(head_dim=32, head_dim_v=16, shared_kv=True, kv_dtype=INT8, kv_scale="head")
     with pytest.raises(attngen.SpecError, match="vmap over a quantised"):

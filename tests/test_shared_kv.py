@@ -289,7 +289,8 @@ def test_emitted_file_checks_itself(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-def test_mla_compiles_for_hopper_with_few_spills() -> None:
+@pytest.mark.xfail(reason="96 bytes of stack: numbers of pages are read a tile ahead")
+def test_mla_compiles_for_hopper_without_spills() -> None:
     spec, h200 = AttentionSpec(**MLA, paged=True, shared_kv=True), by_name("nvidia_h200")
     sizes = Workload(64, 128, 1, 1, 4096)
     config = default(spec, spec_bucket("decode", spec, sizes), h200)
@@ -298,7 +299,7 @@ def test_mla_compiles_for_hopper_with_few_spills() -> None:
     assert "error" not in found, found
     first = found["kernels"][0]
     assert first["shared_bytes"] <= h200.shared_memory and not first["serialised_wgmma"]
-    assert first["stack_bytes"] <= 128, first  # of numbers of pages, read a tile ahead
+    assert first["stack_bytes"] <= 16, first
 
 
 def test_explain_sees_the_view() -> None:
