@@ -1033,8 +1033,8 @@ def plan(
     keep_scale = 1.0 / (1.0 - dropout_p) if dropout_p < 1.0 else 0.0
     k_aligned = k_step == 1 and k_start % 4 == 0
     row_bytes = (HEAD_DIM.value + HEAD_DIM_V.value) * q.element_size()
+    heads_per_run = max(1, (16 << 20) // (seqlen_q * row_bytes))
     group_size = num_heads_q // num_heads_kv
-    heads_per_run = max(1, (16 << 20) // (seqlen_q * row_bytes * group_size))
     q_heads_per_run = max(1, (16 << 20) // (seqlen_k * row_bytes)) * group_size
     padded_q = rows.shape[3]
     tiles = -(-padded_q // 64) * batch * num_heads_q

@@ -1091,7 +1091,7 @@ def plan(
     qk_scale = softmax_scale
     exp_scale = softmax_scale * LOG2E.value
     row_bytes = (HEAD_DIM.value + HEAD_DIM_V.value) * q.element_size()
-    heads_per_run = max(1, (16 << 20) // (seqlen_q * row_bytes * group_size))
+    heads_per_run = max(1, (16 << 20) // (seqlen_q * row_bytes))
     padded_q = rows.shape[3]
     tiles = -(-padded_q // 64) * batch * num_heads_q
     preprocess = (
