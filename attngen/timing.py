@@ -13,8 +13,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-GRAPH_BELOW_US = 400.0
-"""By a first, eager run, in which a call of less than 100 us mostly waits for the host."""
+GRAPH_BELOW_US = 2000.0
+"""By a first, eager run. A call of less than 100 us mostly waits for the host, and one of several
+launches does, too, while compilers keep the host busy: 500 us were seen to take 1000."""
 TARGET_US = 40_000.0
 """Device time that one measurement aims at."""
 MIN_RUNS = 7
