@@ -162,6 +162,8 @@ def assert_exact(
     yards = [yard_grads, _by_rounded_rows(right, inputs, fixed, named, do, dlse)]
     if "sinks" in inputs:
         yards.append({"sinks": _sinks_gradient(right, inputs["sinks"], do, narrow)})
+    if "alibi_slopes" in inputs:
+        yards.append({"alibi_slopes": _slopes_gradient(right_grads, inputs, fixed, named, do)})
     yard_grads = _added(right_grads, yards)
     rows += [
         (f"d{name}", grad, right_grads[name], yard_grads[name], inputs[name].dtype)
@@ -231,6 +233,42 @@ def _sinks_gradient(right: Any, sinks: Tensor, do: Tensor, narrow: torch.dtype |
         eps / 4 * (1 + lse.abs()) * each.abs() + eps / 2 * out.norm(dim=-1) * do.norm(dim=-1)
     )
     return total + wrong.square().sum(-1).sum_to_size(sinks.shape).sqrt()
+
+
+def _slopes_gradient(
+    right_grads: dict[str, Tensor],
+    inputs: dict[str, Tensor],
+    fixed: dict[str, Tensor],
+    named: dict[str, Any],
+    do: Tensor,
+) -> Tensor:
+    """The exact gradient of ALiBi's slopes, off by the standard error of its sum in float32: of
+    rows and keys, -distance P (dP - delta).
+
+    A call has few slopes, so that the plain computation's error may be small by luck. In float32
+    P is wrong by what its score is, and dP, a product of two rows, by its terms'.
+    """
+    q, k, v = (inputs[name].detach().double() for name in "qkv")
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    slopes = inputs["alibi_slopes"].detach().double()
+    terms = {name: x.detach() for name, x in (fixed | inputs).items() if name not in "qkv"}
+    found = oracle.attention(q, k, v, **terms, **named, return_probs=True)
+    p, do = found.probs, do.double()
+    rows, keys = p.shape[-2:]
+    at = (rows, keys, named.get("align", "bottom_right"), named.get("q_pos"), named.get("k_pos"))
+    places, others = oracle.positions(*at, q.device)
+    distance = (places[:, None] - others).abs().double()
+    dp, delta = do @ v.transpose(-1, -2), (found.out * do).sum(-1, keepdim=True)
+
+    def norms(x: Tensor, y: Tensor) -> Tensor:
+        return x.norm(dim=-1)[..., None] * y.norm(dim=-1)[..., None, :]
+
+    scale = named.get("scale") or q.shape[-1] ** -0.5
+    score = norms(q, k) * scale + slopes.abs()[..., None, None] * distance
+    eps = torch.finfo(torch.float32).eps / 2
+    wrong = eps * distance * p * (score * (dp - delta).abs() + norms(do, v))
+    wanted = right_grads["alibi_slopes"]
+    return wanted + wrong.square().sum((-2, -1)).sum_to_size(wanted.shape).sqrt()
 
 
 def assert_close(actual: Iterable[Tensor], wanted: Iterable[Tensor], atol: float = 2e-5) -> None:
