@@ -38,7 +38,8 @@ from attngen.masks import check_mask_fields, fields_of
 from attngen.operands import counts_keys, operands
 from attngen.repeat import repeated, repeated_method
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
-from attngen.spec import FP8_DTYPES, LAYOUTS, AttentionSpec, function_text
+from attngen.spec import AttentionSpec, function_text
+from attngen.spec_rules import FP8_DTYPES, LAYOUTS
 from attngen.values import (
     MAX_POSITION,
     cap_number,

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import DtypeError, SpecError, nearest
-from attngen.spec import AUX, DESCALES, FIELDS, FP8_DTYPES, SCALE_ROWS, AttentionSpec
+from attngen.spec import DESCALES, FIELDS, SCALE_ROWS, AttentionSpec
+from attngen.spec_rules import AUX, FP8_DTYPES
 from attngen.values import MAX_POSITION, flag, shown, whole
 
 # Tensor arguments that act on scores, in the order of the op's `extra`, and their spec fields.

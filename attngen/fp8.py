@@ -11,7 +11,8 @@ from torch import Tensor
 from attngen.checks import check_tensors, heads_first
 from attngen.errors import DtypeError, SpecError, nearest
 from attngen.head_dim import split_head_dim
-from attngen.spec import FP8_DTYPES, SCALE_ROWS
+from attngen.spec import SCALE_ROWS
+from attngen.spec_rules import FP8_DTYPES
 from attngen.values import flag, shown
 
 SCALES = ("tensor", "head", "block")

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from attngen.checks import check_kinds
 from attngen.errors import DtypeError, SpecError
-from attngen.spec import FP8_DTYPES, KV_DESCALES, KV_DTYPES, AttentionSpec
+from attngen.spec import KV_DESCALES, AttentionSpec
+from attngen.spec_rules import FP8_DTYPES, KV_DTYPES
 
 _KINDS = {0: "tensor", 2: "head", 3: "key"}
 

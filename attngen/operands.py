@@ -13,7 +13,7 @@ from attngen.checks import Shard, heads_first
 from attngen.errors import SpecError
 from attngen.jagged import Jagged, are_jagged, jagged
 from attngen.masks import check_masks
-from attngen.spec import AUX
+from attngen.spec_rules import AUX
 
 Offsets = tuple[Any, Any, Any, Any]
 """In the order of `spec.PACKED_ARGS`."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
-from attngen.spec import PACKED_ARGS, AttentionSpec, no_pairs
+from attngen.spec import PACKED_ARGS, AttentionSpec
+from attngen.spec_rules import no_pairs
 from attngen.values import shown
 
 SUM_KEYS = 16

@@ -34,6 +34,7 @@ from attngen.score_ops import (
 
 POSITIONS = ("b", "h", "q", "k")
 INPUTS = {"score_mod": ("score", *POSITIONS), "mask_mod": POSITIONS}
+FUNCTIONS = tuple(INPUTS)
 RESULTS = {"score_mod": "float", "mask_mod": "bool"}
 MAX_DIMS = 8
 _NAMES = {"q": "q_idx", "k": "k_idx"}  # in printed functions

@@ -29,7 +29,8 @@ from attngen.distributed.shards import documents_of, totals_of
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.masks import check_mask_fields, check_masks, fields_of
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
-from attngen.spec import FP8_DTYPES, AttentionSpec, function_text
+from attngen.spec import AttentionSpec, function_text
+from attngen.spec_rules import FP8_DTYPES
 from attngen.values import (
     MAX_POSITION,
     cap_number,
