@@ -56,6 +56,13 @@ def dropout_keep(
     return word >= int(dropout_p * 2**32)
 
 
+def seed_of(seed: int | Tensor | None, q: Tensor) -> Tensor:
+    """The seed of a call as a tensor of one element; drawn from torch's generator if None."""
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    return seed.reshape(1) if isinstance(seed, Tensor) else seed_tensor(seed, q.device)
+
+
 def seed_tensor(seed: int, device: torch.device) -> Tensor:
     """A 64-bit seed as an int64 tensor of one element; made without a host synchronisation."""
     signed = seed - 2**64 if seed >= 2**63 else seed  # no modulo: seed may be symbolic

@@ -12,10 +12,8 @@ call without gradients goes straight on.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +27,7 @@ from attngen.errors import UnsupportedSpecError
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
 from attngen.paged import refuse_gradients
+from attngen.text_keys import with_aux
 
 _USE_MATH = "compute it with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
 _NO_FP8 = f"second derivatives of FP8 inputs are not built; dequantise them, or {_USE_MATH}"
@@ -174,7 +173,7 @@ class AttngenAttention(torch.autograd.function._SingleLevelFunction):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         text_key, ctx.scalars, ctx.ints, q, k, v, *extra = inputs
-        ctx.full_key, ctx.text_key = text_key, _without_aux(text_key)
+        ctx.full_key, ctx.text_key = text_key, with_aux(text_key, ())
         out, lse, *aux = output
         ctx.save_for_backward(q, k, v, out, lse, *extra)
         if aux:
@@ -222,13 +221,6 @@ def _needs(text_key: str, needed: Sequence[bool]) -> list[bool]:
     spec = parsed(text_key)
     named = dict(zip(spec.tensor_args, needed, strict=True))
     return [named[name] for name in spec.gradient_args]
-
-
-@functools.lru_cache(maxsize=1024)
-def _without_aux(text_key: str) -> str:
-    """The text key of what has gradients."""
-    spec = parsed(text_key)
-    return replace(spec, aux=()).text_key if spec.aux else text_key
 
 
 class AttngenDirect(AttngenAttention):
@@ -365,7 +357,7 @@ def _forward_with_tangents(
     if _needs_gradient(q, k, v, extra):  # out gets a gradient, too
         return list(_apply(AttngenAttention, text_key, scalars, ints, q, k, v, *extra))
     primals, moved = [_primal(x) for x in (q, k, v)], [_tangent(x) for x in (q, k, v)]
-    key = _without_aux(text_key)
+    key = with_aux(text_key, ())
     out, lse, tout, tlse = torch.ops.attngen.jvp(key, *primals, *moved, extra, scalars, ints)
     aux = []
     if key != text_key:

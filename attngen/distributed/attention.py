@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.api import _scaled, _seed, _text_key
-from attngen.api import attention as single
 from attngen.checks import (
     SCORE_FIELDS,
     check_call,
@@ -26,11 +24,15 @@ from attngen.checks import (
 from attngen.distributed import op
 from attngen.distributed.plan import ContextParallel, words_of
 from attngen.distributed.shards import documents_of, totals_of
+from attngen.dropout import seed_of
 from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.functional import attention as single
 from attngen.masks import check_mask_fields, check_masks, fields_of
+from attngen.op_call import with_positive_scale
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.spec import AttentionSpec, function_text
 from attngen.spec_rules import FP8_DTYPES
+from attngen.text_keys import text_key
 from attngen.values import (
     MAX_POSITION,
     cap_number,
@@ -167,7 +169,7 @@ def attention(
     dropout_p = probability("dropout_p", dropout_p)
     if name in FP8_DTYPES:
         raise UnsupportedSpecError([f"context parallelism: {REFUSED['q_descale']}"])
-    key = _text_key(
+    key = text_key(
         q.shape[3],
         v.shape[3],
         name,
@@ -427,13 +429,13 @@ def _run(
     if softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
     if softmax_scale <= 0:
-        q, softmax_scale = _scaled(q, softmax_scale)
+        q, softmax_scale = with_positive_scale(q, softmax_scale)
     named: dict[str, Any] = dict(terms)
     named = {_ARGUMENTS.get(name, name): x for name, x in named.items()}
     named |= zip(spec.aux_args, aux, strict=True)
     if spec.has_dropout:
         seed = None if dropout_seed is None else check_seed(dropout_seed, q.device)
-        named["dropout_seed"] = _seed(seed, q)
+        named["dropout_seed"] = seed_of(seed, q)
     left, right = window
     batch_start, head_start = starts
     ints = {"partial": 0, "window_left": left, "window_right": right, "chunk": chunk}
