@@ -11,25 +11,17 @@ from torch import Tensor
 
 from attngen import in_place, kv_cache, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
-from attngen.checks import (
-    SCORE_FIELDS,
-    check_call,
-    check_results,
-    check_scale,
-    check_score_fields,
-    check_scores,
-    check_tensors,
-    heads_first,
-    refuse_names,
-)
+from attngen.checks import check_call, check_results, check_tensors, heads_first, refuse_names
 from attngen.errors import SpecError
 from attngen.explain import Explanation, explain_call
+from attngen.fp8 import check_scale
 from attngen.functional import attention as attention
 from attngen.masks import check_mask_fields
 from attngen.op_call import call_op
 from attngen.operands import operands
 from attngen.repeat import repeated_method
 from attngen.score_aux import check_aux, functions_of
+from attngen.score_terms import SCORE_FIELDS, check_score_fields, check_scores
 from attngen.spec import AttentionSpec
 from attngen.text_keys import drops, key_with_aux
 from attngen.values import probability, shown

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from attngen import counters, interpreter, kv_cache, paged
 from attngen.block_map import check_lists
-from attngen.checks import check_descales, check_out, check_tensors
+from attngen.checks import check_out, check_tensors
 from attngen.decode import (
     DecodeConfig,
     counter_count,
@@ -29,7 +29,7 @@ from attngen.decode import (
     split_count,
 )
 from attngen.errors import DtypeError, SpecError
-from attngen.fp8 import spread
+from attngen.fp8 import check_descales, spread
 from attngen.identity import parsed
 from attngen.kernel import Prepared, Tensors
 from attngen.masks import document_scratch

@@ -11,20 +11,15 @@ from torch import Tensor
 
 from attngen import in_place, kv_cache
 from attngen.block_map import BlockMap, check_block_map, mask_key
-from attngen.checks import (
-    check_call,
-    check_results,
-    check_scores,
-    compute_dtype,
-    refuse_names,
-    scale_kind,
-)
+from attngen.checks import check_call, check_results, compute_dtype, refuse_names
+from attngen.fp8 import scale_kind
 from attngen.jagged import are_jagged
 from attngen.masks import fields_of
 from attngen.op_call import call_op
 from attngen.operands import counts_keys, operands
 from attngen.repeat import repeated
 from attngen.score_aux import check_aux, functions_of_texts
+from attngen.score_terms import check_scores
 from attngen.spec import AttentionSpec, function_text
 from attngen.spec_rules import FP8_DTYPES, LAYOUTS
 from attngen.text_keys import drops, key_with_aux, text_key

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from attngen import in_place, ops, packed
-from attngen.checks import Shard, check_kinds, check_seed, check_shard
-from attngen.dropout import seed_of
+from attngen.checks import check_kinds
+from attngen.dropout import check_seed, seed_of
 from attngen.errors import SpecError
+from attngen.shard import Shard, check_shard
 from attngen.values import flag, whole
 
 # Defaults of a call, known by identity: an argument that is none of them is looked at.

@@ -22,8 +22,9 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
 from attngen import calls, recompute, sharding, tangents, transforms
-from attngen.checks import check_gradient_dtypes, is_cast
+from attngen.checks import is_cast
 from attngen.errors import UnsupportedSpecError
+from attngen.fp8 import check_gradient_dtypes
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
 from attngen.paged import refuse_gradients

@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.attention.bias import CausalBias, CausalVariant
 
 from attngen import interpreter
-from attngen.checks import BIAS_DTYPES, check_kinds, check_place, compute_dtype, fits
+from attngen.checks import check_kinds, check_place, compute_dtype
 from attngen.errors import DtypeError, SpecError
 from attngen.functional import attention
 from attngen.jagged import are_jagged
+from attngen.score_terms import BIAS_DTYPES, fits
 from attngen.values import flag, scale_number
 
 

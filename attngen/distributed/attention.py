@@ -11,25 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.checks import (
-    SCORE_FIELDS,
-    check_call,
-    check_place,
-    check_score_fields,
-    check_scores,
-    check_seed,
-    compute_dtype,
-    refuse_names,
-)
+from attngen.checks import check_call, check_place, compute_dtype, refuse_names
 from attngen.distributed import op
 from attngen.distributed.plan import ContextParallel, words_of
 from attngen.distributed.shards import documents_of, totals_of
-from attngen.dropout import seed_of
+from attngen.dropout import check_seed, seed_of
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.functional import attention as single
 from attngen.masks import check_mask_fields, check_masks, fields_of
 from attngen.op_call import with_positive_scale
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
+from attngen.score_terms import SCORE_FIELDS, check_score_fields, check_scores
 from attngen.spec import AttentionSpec, function_text
 from attngen.spec_rules import FP8_DTYPES
 from attngen.text_keys import text_key

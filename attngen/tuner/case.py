@@ -15,10 +15,9 @@ from torch import Tensor
 from attngen import packed
 from attngen.block_map import map_of, num_entries
 from attngen.calls import partials, side_memory, side_outputs
-from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.decode import DecodeConfig
-from attngen.fp8 import quantize, spread
+from attngen.fp8 import descale_shape, quantize, spread
 from attngen.kv_cache import descale_of, quantized
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
