@@ -28,6 +28,7 @@ from attngen.fp8 import check_gradient_dtypes
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
 from attngen.paged import refuse_gradients
+from attngen.side_outputs import side_shapes
 from attngen.text_keys import with_aux
 
 _USE_MATH = "compute it with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
@@ -54,7 +55,7 @@ def _fake_forward(
     batch, heads, seqlen_q, _ = q.shape
     dtype = torch.float32 if ints[0] else getattr(torch, parsed(text_key).out_dtype)
     out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
-    shapes = [(batch, heads, seqlen_q), *calls.side_shapes(parsed(text_key), extra, q, k)]
+    shapes = [(batch, heads, seqlen_q), *side_shapes(parsed(text_key), extra, q, k)]
     return [out, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)]
 
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen import calls
 from attngen.identity import parsed
 from attngen.reference import NEG_INF, _Beside, _beside, philox_keep, seen_lse, visible
+from attngen.settle import numbers_of
 from attngen.spec import AttentionSpec
 
 
@@ -178,7 +178,7 @@ def _whole(text_key: str, q: Tensor, k: Tensor, v: Tensor, lists: Any) -> _Whole
     group = q.shape[1] // k.shape[1]
     q, k, v = q.float(), _shared(k, group), _shared(v, group)
 
-    numbers = calls.numbers_of(spec, named, q.shape[2], k.shape[2])
+    numbers = numbers_of(spec, named, q.shape[2], k.shape[2])
     rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
     rows = (numbers.get("q_start", 0) + rows * numbers.get("q_step", 1))[:, None]
     keys = numbers.get("k_start", 0) + keys * numbers.get("k_step", 1)

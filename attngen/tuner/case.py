@@ -14,7 +14,6 @@ from torch import Tensor
 
 from attngen import packed
 from attngen.block_map import map_of, num_entries
-from attngen.calls import partials, side_memory, side_outputs
 from attngen.config import KernelConfig
 from attngen.decode import DecodeConfig
 from attngen.fp8 import descale_shape, quantize, spread
@@ -26,6 +25,8 @@ from attngen.packed_reference import Sequences
 from attngen.reference import alignment, scale_of
 from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
+from attngen.settle import partials
+from attngen.side_outputs import side_memory, side_outputs
 from attngen.spec import DESCALES, KV_DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import TUNED_PAGE, Workload, spec_window
 
