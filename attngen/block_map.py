@@ -19,10 +19,10 @@ from attngen import interpreter
 from attngen.config import FwdConfig
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.kernel import kernel
-from attngen.reference import alignment
 from attngen.resolve import device_index_of
 from attngen.score_aux import check_aux, functions_of_texts
 from attngen.shard import Shard
+from attngen.softmax_reference import alignment
 from attngen.spec import MAP_TILE, AttentionSpec
 from attngen.values import shown, whole
 from attngen.workload import Direction

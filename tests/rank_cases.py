@@ -12,7 +12,7 @@ from torch import Tensor
 import attngen
 import attngen.ops
 from attngen import distributed, reference
-from attngen.reference import judge
+from attngen.verdict import judge
 
 LOCAL_ROWS = ("doc_ids_q", "doc_ids_k")
 LEARNT = ("bias", "alibi_slopes", "sinks")

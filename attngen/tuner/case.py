@@ -22,11 +22,11 @@ from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
 from attngen.memory import order_of, transposed
 from attngen.packed_reference import Sequences
-from attngen.reference import alignment, scale_of
 from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
 from attngen.settle import partials
 from attngen.side_outputs import side_memory, side_outputs
+from attngen.softmax_reference import alignment, scale_of
 from attngen.spec import DESCALES, KV_DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import TUNED_PAGE, Workload, spec_window
 
