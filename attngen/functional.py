@@ -19,8 +19,9 @@ from attngen.op_call import call_op
 from attngen.operands import counts_keys, operands
 from attngen.repeat import repeated
 from attngen.score_aux import check_aux, functions_of_texts
+from attngen.score_functions import function_text
 from attngen.score_terms import check_scores
-from attngen.spec import AttentionSpec, function_text
+from attngen.spec import AttentionSpec
 from attngen.spec_rules import FP8_DTYPES, LAYOUTS
 from attngen.text_keys import drops, key_with_aux, text_key
 from attngen.values import (

@@ -15,7 +15,7 @@ from attngen.decode import DecodeConfig
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.paths import data_dir
-from attngen.score_functions import FUNCTIONS
+from attngen.score_nodes import FUNCTIONS
 from attngen.spec import AttentionSpec
 from attngen.template_spec import TemplateSpec
 from attngen.workload import Direction

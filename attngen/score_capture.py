@@ -19,16 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.score_functions import (
-    INPUTS,
-    MAX_DIMS,
-    RESULTS,
-    Aux,
-    Builder,
-    Function,
-    FunctionText,
-    function,
-)
+from attngen.score_functions import Function, FunctionText, function
+from attngen.score_nodes import INPUTS, MAX_DIMS, RESULTS, Aux, Builder
 from attngen.score_ops import KINDS, OPS, Operand, is_constant, known
 from attngen.values import shown
 
@@ -183,8 +175,6 @@ class _Tracer(TorchDispatchMode):
         self._stands: dict[int, Tensor] = {}
         self._alive: list[Tensor] = []
 
-    # ---- tensors and what they stand for -------------------------------------------------------
-
     def value(self, x: Tensor, operand: Any) -> Tensor:
         """x, from now on known as `operand`."""
         self._alive.append(x)  # or its id would be another's
@@ -233,8 +223,6 @@ class _Tracer(TorchDispatchMode):
         reason = f"{self.who} uses {what}, but {why}; operators on 0-d tensors are {names}"
         return UnsupportedSpecError([reason])
 
-    # ---- operators -----------------------------------------------------------------------------
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
         name = func._schema.name.partition("::")[2]
@@ -253,7 +241,7 @@ class _Tracer(TorchDispatchMode):
         is_literal = name.startswith("lift_fresh") and id(args[0]) not in self.values
         if is_literal or all(is_constant(self.values.get(id(x))) for x in tensors):
             return self._constant(func, name, args, kwargs)
-        out = func(*tree_map(_as_meta, args), **{**kwargs, **_ON_META(func)})
+        out = func(*tree_map(_as_meta, args), **{**kwargs, **_on_meta(func)})
         if not isinstance(out, Tensor):
             raise self.unsupported(f"aten.{name}")
         if name in ("index", "select"):
@@ -290,7 +278,7 @@ class _Tracer(TorchDispatchMode):
         """What depends on no input is computed at once."""
         if name.removesuffix("_") in _RANDOM:
             raise self.unsupported(f"aten.{name}", "it is random")
-        if "device" in kwargs or _ON_META(func):
+        if "device" in kwargs or _on_meta(func):
             kwargs["device"] = torch.device("cpu")
         out = func(*tree_map(self._as_number, args), **kwargs)
         if not isinstance(out, Tensor) or out.dim() != 0:
@@ -485,6 +473,6 @@ def _as_meta(x: Any) -> Any:
     return x
 
 
-def _ON_META(func: Any) -> dict[str, Any]:
+def _on_meta(func: Any) -> dict[str, Any]:
     names = {argument.name for argument in func._schema.arguments}
     return {"device": torch.device("meta")} if "device" in names else {}

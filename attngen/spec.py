@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.head_dim import Part, split_behind, split_head_dim
-from attngen.score_functions import FUNCTIONS, Aux, Function, FunctionText, read
+from attngen.score_functions import Function, function_text, read
+from attngen.score_nodes import FUNCTIONS, Aux
 from attngen.spec_line import changed, read_line, written
 from attngen.spec_rules import check, refuse_unknown, side_outputs, unbuilt
 from attngen.values import cap_number, plain, probability, scale_number, shown, window_sides
@@ -558,17 +559,3 @@ FIELDS = {f.name: f for f in fields(AttentionSpec)}
 
 class _PositionalError(SpecError, TypeError):
     """A field given by position: a TypeError too, as of any keyword-only argument."""
-
-
-def function_text(name: str, value: Any) -> Any:
-    """A function as its canonical text, with the tensors it brought along."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        text = read(name, str(value)).text
-        return FunctionText(text, value.tensors) if isinstance(value, FunctionText) else text
-    if not callable(value):
-        raise SpecError(f"{name} must be None or a function, got {shown(value)}")
-    from attngen.score_capture import capture  # torch, which only functions need
-
-    return capture(name, value)

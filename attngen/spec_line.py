@@ -10,7 +10,7 @@ from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError
-from attngen.score_functions import FUNCTIONS
+from attngen.score_nodes import FUNCTIONS
 from attngen.spec_rules import refuse_unknown
 from attngen.values import shown
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attngen.errors import SpecError, nearest
 from attngen.head_dim import MAX_HEAD_DIM, MAX_HEAD_DIM_V
-from attngen.score_functions import FUNCTIONS
+from attngen.score_nodes import FUNCTIONS
 from attngen.values import MAX_POSITION, flag, shown, whole
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.score_functions import aux_parameters
+from attngen.score_lines import aux_parameters
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction
 

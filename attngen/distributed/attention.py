@@ -21,8 +21,9 @@ from attngen.functional import attention as single
 from attngen.masks import check_mask_fields, check_masks, fields_of
 from attngen.op_call import with_positive_scale
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
+from attngen.score_functions import function_text
 from attngen.score_terms import SCORE_FIELDS, check_score_fields, check_scores
-from attngen.spec import AttentionSpec, function_text
+from attngen.spec import AttentionSpec
 from attngen.spec_rules import FP8_DTYPES
 from attngen.text_keys import text_key
 from attngen.values import (
