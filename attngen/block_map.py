@@ -21,7 +21,7 @@ from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.kernel import kernel
 from attngen.resolve import device_index_of
 from attngen.score_aux import check_aux, functions_of_texts
-from attngen.shard import Shard
+from attngen.shard import WHOLE, Shard
 from attngen.softmax_reference import alignment
 from attngen.spec import MAP_TILE, AttentionSpec
 from attngen.values import shown, whole
@@ -243,7 +243,7 @@ def check_block_map(
             f"block_map is on {given.lists.device} but q is on {q.device}; make it with "
             "device=q.device"
         )
-    if shard != (0, 1, 0, 1, None, None) or starts != (0, 0):
+    if shard != WHOLE or starts != (0, 0):
         raise UnsupportedSpecError(
             [
                 "block_map with q_start, q_step, k_start, k_step, seqlen_*_total, batch_start or "

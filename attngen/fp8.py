@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from attngen.checks import check_kinds, check_tensors, heads_first
-from attngen.errors import DtypeError, SpecError, nearest
+from attngen.errors import DtypeError, SpecError
 from attngen.head_dim import split_head_dim
 from attngen.spec import DESCALES, SCALE_ROWS, AttentionSpec
 from attngen.spec_rules import FP8_DTYPES
-from attngen.values import flag, shown
+from attngen.values import flag, one_of
 
 SCALES = ("tensor", "head", "block")
 
@@ -64,9 +64,9 @@ def quantize(
         DtypeError: q, k or v is no float tensor of 16 bits or more.
     """
     name = str(dtype).removeprefix("torch.")
-    _one_of("dtype", name, FP8_DTYPES)
-    _one_of("scale", scale, SCALES)
-    _one_of("layout", layout, ("bhsd", "bshd"))
+    one_of("dtype", name, FP8_DTYPES)
+    one_of("scale", scale, SCALES)
+    one_of("layout", layout, ("bhsd", "bshd"))
     flag("hadamard", hadamard)
     if layout == "bshd":
         q, k, v = heads_first(q, k, v)
@@ -84,12 +84,6 @@ def quantize(
     rounded = [_round(x, kind, scale, k.shape[1]) for x in (q, k, v)]
     operands = [x.transpose(1, 2) if layout == "bshd" else x for x, _ in rounded]
     return Quantized(*(x.contiguous() for x in operands), *(descale for _, descale in rounded))
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        hint = nearest(value, allowed) if isinstance(value, str) else ""
-        raise SpecError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}{hint}")
 
 
 def _round(x: Tensor, dtype: torch.dtype, scale: str, num_heads_kv: int) -> tuple[Tensor, Tensor]:

@@ -441,17 +441,17 @@ def _refuse_fp8(*tensors: Tensor | None) -> list[Tensor]:
     raise NotImplementedError(_NO_FP8)
 
 
-def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
-    def cast_forward(
-        text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
-    ) -> Any:
+def autocast(op: Any, key: torch._C.DispatchKey) -> Any:
+    """An op of a text key, q, k, v and more under autocast, which casts these three."""
+
+    def cast(text_key: str, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
         wanted = getattr(torch, parsed(text_key).dtype)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             if is_cast(wanted):
                 q, k, v = (x.to(wanted) if is_cast(x.dtype) else x for x in (q, k, v))
-            return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
+            return op(text_key, q, k, v, *more)
 
-    return cast_forward
+    return cast
 
 
 def _refuse(reasons: Sequence[str], q: Tensor) -> Tensor:
@@ -470,7 +470,7 @@ def _register() -> None:
     for device_type in ("cuda", "cpu"):
         name = f"Autocast{device_type.upper()}"
         key = getattr(torch._C.DispatchKey, name)
-        _LIBRARY.impl("fwd", _autocast_forward(device_type, key), name)
+        _LIBRARY.impl("fwd", autocast(torch.ops.attngen.fwd, key), name)
     _LIBRARY.impl("refuse", _refuse, "CompositeExplicitAutograd")
     torch.library.register_fake(
         "attngen::refuse", lambda reasons, q: torch.empty_like(q), lib=_LIBRARY

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.shard import WHOLE
 from attngen.spec import PACKED_ARGS, AttentionSpec
 from attngen.spec_rules import no_pairs
 from attngen.values import shown
@@ -89,9 +90,7 @@ def refuse_offsets(layout: str, *given: Any) -> None:
 def refuse_beside(attn_mask: Any, bias: Any, shard: tuple[Any, ...]) -> None:
     """Refuse what packed sequences cannot have, of what a call brings."""
     why = [no_pairs(n) for n, x in (("attn_mask", attn_mask), ("bias", bias)) if x is not None]
-    q_start, q_step, k_start, k_step, total_q, total_k = shard
-    ordinary = q_start == 0 and q_step == 1 and k_start == 0 and k_step == 1
-    if not (ordinary and total_q is None and total_k is None):
+    if shard != WHOLE:
         why.append(
             "q_start, q_step, k_start, k_step and seqlen_*_total with packed sequences are not "
             "built yet: each sequence would have its own; leave them out"

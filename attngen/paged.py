@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.shard import WHOLE
 from attngen.spec import AttentionSpec
 from attngen.values import shown
 
@@ -105,9 +106,7 @@ def refuse_beside(shard: tuple[Any, ...], block_table: Any = None, **beside: Any
                 for name in given
             ]
         )
-    q_start, q_step, k_start, k_step, total_q, total_k = shard
-    ordinary = q_start == 0 and q_step == 1 and k_start == 0 and k_step == 1
-    if not (ordinary and total_q is None and total_k is None):
+    if shard != WHOLE:
         raise UnsupportedSpecError(
             [
                 "q_start, q_step, k_start, k_step and seqlen_*_total with seqused_k are not built "

@@ -60,10 +60,6 @@ class _Entry(NamedTuple):
     indices: tuple[Operand, ...]
 
 
-class _Refused(SpecError):
-    """Already says all."""
-
-
 def capture(name: str, fn: Callable[..., Any]) -> FunctionText:
     """The canonical text of a function, with the tensors that it reads.
 

@@ -11,6 +11,9 @@ from attngen.errors import SpecError
 from attngen.values import MAX_POSITION, whole
 
 Shard = tuple[int, int, int, int, "int | None", "int | None"]
+"""(q_start, q_step, k_start, k_step, seqlen_q_total, seqlen_k_total)."""
+WHOLE: Shard = (0, 1, 0, 1, None, None)
+"""That of a call that holds whole sequences."""
 
 
 def check_shard(*call: Any) -> Shard:

@@ -424,15 +424,6 @@ class AttentionSpec:
         return 3 if self.weighs_rows else 2
 
     @property
-    def largest(self) -> float:
-        """The largest finite number of the dtype."""
-        return {
-            "float16": 65504.0,
-            "bfloat16": 3.3895313892515355e38,
-            "float32": 3.4028234663852886e38,
-        }[self.dtype]
-
-    @property
     def tensor_args(self) -> tuple[str, ...]:
         """Names of the entries of the op's `extra` list, in order."""
         given = {

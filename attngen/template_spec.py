@@ -19,6 +19,15 @@ class TemplateSpec:
         return getattr(self.spec, name)
 
     @property
+    def largest(self) -> float:
+        """The largest finite number of the dtype."""
+        return {
+            "float16": 65504.0,
+            "bfloat16": 3.3895313892515355e38,
+            "float32": 3.4028234663852886e38,
+        }[self.spec.dtype]
+
+    @property
     def compares_rows(self) -> bool:
         """Positions of queries are compared with those of keys."""
         return self.spec.is_causal or self.spec.window is not None or self.spec.has_chunk
