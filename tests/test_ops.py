@@ -243,8 +243,10 @@ def test_torch_compile_with_dropout_and_windows_makes_one_graph() -> None:
     fast = compiled(attend)
     for seqlen, left in ((17, 5), (33, 9), (26, 2)):
         tensors, rest = make_qkv(seqlen_q=seqlen), (left, torch.tensor([seqlen]))
-        got = _run_with_gradients(lambda *x: fast(*x, *rest), *tensors)  # noqa: B023
-        want = _run_with_gradients(lambda *x: attend(*x, *rest), *tensors)  # noqa: B023
+        got, want = (
+            _run_with_gradients(lambda *x, fn=fn, rest=rest: fn(*x, *rest), *tensors)
+            for fn in (fast, attend)
+        )
         assert_close(got, want)
     assert graphs() == 1
 
