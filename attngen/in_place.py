@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attngen import calls, ops
+from attngen.dual_tensors import have_tangents
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.values import shown
 
@@ -128,7 +129,7 @@ def _refuse_gradients(
 ) -> Tensor:
     given = (q, k, v, out, *extra)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    if learns or ops.have_tangents(*given):
+    if learns or have_tangents(*given):
         raise UnsupportedSpecError(
             ["out= has no derivative; call it under torch.no_grad(), or leave out= out"]
         )
