@@ -11,17 +11,24 @@ from torch import Tensor
 
 from attngen import in_place, kv_cache, packed, paged, resolve
 from attngen.block_map import BlockMap, check_block_map, mask_key
-from attngen.checks import check_call, check_results, check_tensors, heads_first, refuse_names
+from attngen.checks import (
+    check_call,
+    check_fields,
+    check_results,
+    check_tensors,
+    heads_first,
+    refuse_names,
+)
 from attngen.errors import SpecError
 from attngen.explain import Explanation, explain_call
 from attngen.fp8 import check_scale
 from attngen.functional import attention as attention
-from attngen.masks import check_mask_fields
+from attngen.masks import MASK_FIELDS
 from attngen.op_call import call_op
 from attngen.operands import operands
 from attngen.repeat import repeated_method
 from attngen.score_aux import check_aux, functions_of
-from attngen.score_terms import SCORE_FIELDS, check_score_fields, check_scores
+from attngen.score_terms import SCORE_FIELDS, check_scores
 from attngen.spec import AttentionSpec
 from attngen.text_keys import drops, key_with_aux
 from attngen.values import probability, shown
@@ -277,14 +284,14 @@ class Attention:
         ):
             count = given.num_seqs
             scores = check_scores(q, k, attn_mask, bias, alibi_slopes, sinks, count)
-            check_score_fields(self._scores, scores)
+            check_fields(SCORE_FIELDS, self._scores, scores)
         masks = None
         if self._masks or not (
             prefix_lens is None and doc_ids_q is None and doc_ids_k is None and tree_mask is None
         ):
             tensors_of_masks = (prefix_lens, doc_ids_q, doc_ids_k, tree_mask)
             masks = given.checked_masks(tensors_of_masks, (seqlen_q_total, seqlen_k_total))
-            check_mask_fields(self._masks, masks)
+            check_fields(MASK_FIELDS, self._masks, masks)
         starts = (batch_start, head_start)
         tiles = None
         if block_map is not None or spec.block_map:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -52,6 +52,27 @@ def check_results(return_lse: Any, return_aux: Any) -> None:
             f"return_lse=True and return_aux={tuple(return_aux)!r} exclude each other; aux has the "
             'lse: return_aux=("lse",) alone'
         )
+
+
+def check_fields(fields: Mapping[str, str], wanted: Sequence[str], given: Collection[str]) -> None:
+    """What a call brings is what its spec has.
+
+    Args:
+        fields: the spec's, by the names of their tensors.
+        wanted: those that the spec turns on.
+        given: names of the tensors that the call brings.
+    """
+    for name, field in fields.items():
+        if field in wanted and name not in given:
+            raise SpecError(
+                f"the spec says {field}=True, but the call has no {name}; pass {name}=, or compile "
+                f"a spec without {field}"
+            )
+        if name in given and field not in wanted:
+            raise SpecError(
+                f"{name} is given, but the spec says {field}=False; compile a spec with "
+                f"{field}=True, or leave {name} out"
+            )
 
 
 def check_place(name: str, x: Any, q: Tensor) -> None:

@@ -14,7 +14,6 @@ from attngen.block_map import BlockMap, check_block_map, mask_key
 from attngen.checks import check_call, check_results, compute_dtype, refuse_names
 from attngen.fp8 import scale_kind
 from attngen.jagged import are_jagged
-from attngen.masks import fields_of
 from attngen.op_call import call_op
 from attngen.operands import counts_keys, operands
 from attngen.repeat import repeated
@@ -194,11 +193,8 @@ def attention(
         batch_invariant,
         fp8_scale,
         _NONE if scores is None else tuple(scores),
-        (
-            *(_NONE if masks is None else fields_of(masks)),
-            *_LENGTH_FIELDS[len(given.lengths)],
-            *mapped,
-        ),
+        _NONE if masks is None else tuple(masks),
+        (*_LENGTH_FIELDS[len(given.lengths)], *mapped),
         kv_dtype,
         kv_scale,
         *(_NO_TEXTS if texts is None else (x and str(x) for x in texts)),

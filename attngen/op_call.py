@@ -61,7 +61,7 @@ def call_op(
     is_causal = causal is not False
     has_dropout = dropout_p > 0
     aligned = is_causal or left is not None or right is not None or chunk is not None
-    if scores is not None and "alibi" in scores:
+    if scores is not None and "alibi_slopes" in scores:
         aligned = True
     if masks is not None and "tree_mask" in masks:
         aligned = True

@@ -40,8 +40,8 @@ def check_scores(
     sinks: Any,
     num_seqs: int | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors that act on scores, as the op takes them, by the spec's field: views of 4 dims,
-    each 1 or full, or (1 or batch, num_heads_q).
+    """The tensors that act on scores, as the op takes them, by name: views of 4 dims, each
+    1 or full, or (1 or batch, num_heads_q).
 
     Args:
         q, k: (batch, heads, seqlen, dim).
@@ -60,23 +60,8 @@ def check_scores(
         found["bias"] = _check_tile("bias", bias, q, k)
     for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
         if x is not None:
-            found[SCORE_FIELDS[name]] = _check_heads(name, x, q, num_seqs)
+            found[name] = _check_heads(name, x, q, num_seqs)
     return found
-
-
-def check_score_fields(wanted: tuple[str, ...], found: dict[str, Tensor]) -> None:
-    """What a call brings is what its spec has."""
-    for name, field in SCORE_FIELDS.items():
-        if field in wanted and field not in found:
-            raise SpecError(
-                f"the spec says {field}=True, but the call has no {name}; pass {name}=, or compile "
-                f"a spec without {field}"
-            )
-        if field in found and field not in wanted:
-            raise SpecError(
-                f"{name} is given, but the spec says {field}=False; compile a spec with "
-                f"{field}=True, or leave {name} out"
-            )
 
 
 def _no_mask(dtype: torch.dtype) -> str:

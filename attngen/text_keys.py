@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from attngen.identity import parsed
+from attngen.masks import MASK_FIELDS
+from attngen.score_terms import SCORE_FIELDS
 from attngen.spec import AttentionSpec
 
 
 def text_key(*traits: Any) -> str:
-    """The text key of a functional call, by its traits.
+    """The text key of a functional call, by its traits: the parameters of `_cached_text_key`.
 
     A constant to torch.compile, which warns of a cached function that it meets itself.
     """
@@ -58,11 +60,14 @@ def _cached_text_key(
     fp8_scale: str | None,
     scores: tuple[str, ...],
     masks: tuple[str, ...],
+    others: tuple[str, ...],
     kv_dtype: str | None = None,
     kv_scale: str | None = None,
     score_mod: str | None = None,
     mask_mod: str | None = None,
 ) -> str:
+    """`scores` and `masks` name tensors, and `others` spec fields that are on."""
+    terms = (*(SCORE_FIELDS[name] for name in scores), *(MASK_FIELDS[name] for name in masks))
     spec = AttentionSpec(
         head_dim=head_dim,
         head_dim_v=head_dim_v,
@@ -81,7 +86,7 @@ def _cached_text_key(
         kv_scale=kv_scale,
         score_mod=score_mod,
         mask_mod=mask_mod,
-        **dict.fromkeys((*scores, *masks), True),  # type: ignore[arg-type]  # names of bool fields
+        **dict.fromkeys((*terms, *others), True),  # type: ignore[arg-type]  # names of bool fields
     )
     return spec.text_key
 

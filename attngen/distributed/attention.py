@@ -11,18 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.checks import check_call, check_place, compute_dtype, refuse_names
+from attngen.checks import check_call, check_fields, check_place, compute_dtype, refuse_names
 from attngen.distributed import op
 from attngen.distributed.plan import ContextParallel, words_of
 from attngen.distributed.shards import documents_of, totals_of
 from attngen.dropout import check_seed, seed_of
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.functional import attention as single
-from attngen.masks import check_mask_fields, check_masks, fields_of
+from attngen.masks import MASK_FIELDS, check_masks
 from attngen.op_call import with_positive_scale
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.score_functions import function_text
-from attngen.score_terms import SCORE_FIELDS, check_score_fields, check_scores
+from attngen.score_terms import SCORE_FIELDS, check_scores
 from attngen.spec import AttentionSpec
 from attngen.spec_rules import FP8_DTYPES
 from attngen.text_keys import text_key
@@ -178,7 +178,8 @@ def attention(
         batch_invariant,
         None,
         tuple(scores),
-        fields_of(masks),
+        tuple(masks),
+        (),  # neither lengths nor a block map
         None,  # no quantised cache
         None,
         *(x and str(x) for x in texts),
@@ -269,9 +270,9 @@ class ParallelAttention:
                 'with layout="thd", or leave it out'
             )
         scores = _scores(q, k, totals, attn_mask, bias, alibi_slopes, sinks)
-        check_score_fields(self._scores, scores)
+        check_fields(SCORE_FIELDS, self._scores, scores)
         masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, None)
-        check_mask_fields(masks_wanted, masks)
+        check_fields(MASK_FIELDS, masks_wanted, masks)
         aux: tuple[Tensor, ...] = ()
         if self._functions is not None or aux_tensors is not None:
             aux = check_aux(self._functions, aux_tensors, q, spec.deterministic) or ()
@@ -424,7 +425,6 @@ def _run(
     if softmax_scale <= 0:
         q, softmax_scale = with_positive_scale(q, softmax_scale)
     named: dict[str, Any] = dict(terms)
-    named = {_ARGUMENTS.get(name, name): x for name, x in named.items()}
     named |= zip(spec.aux_args, aux, strict=True)
     if spec.has_dropout:
         seed = None if dropout_seed is None else check_seed(dropout_seed, q.device)
@@ -452,9 +452,6 @@ def _run(
         flag("return_lse", return_lse),
     )
     return out, lse
-
-
-_ARGUMENTS = {field: name for name, field in SCORE_FIELDS.items()}
 
 
 @functools.lru_cache(maxsize=1024)
