@@ -27,7 +27,7 @@ _HOME = {
     "Attention": "attngen.api",
     "attention": "attngen.functional",
     "sdpa": "attngen.torch_sdpa",
-    "patch_sdpa": "attngen.torch_sdpa",
+    "patch_sdpa": "attngen.sdpa_patch",
     "reload": "attngen.api",
     "append_and_attend": "attngen.append_attend",
     "append_kv": "attngen.append",
@@ -95,9 +95,10 @@ if TYPE_CHECKING:
     from attngen.functional import attention
     from attngen.gpu import GpuInfo
     from attngen.merge import merge
+    from attngen.sdpa_patch import patch_sdpa
     from attngen.spec import AttentionSpec
     from attngen.sync import sync_configs
-    from attngen.torch_sdpa import patch_sdpa, sdpa
+    from attngen.torch_sdpa import sdpa
     from attngen.tuner import tune
     from attngen.workload import Workload
 
