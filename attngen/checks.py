@@ -76,11 +76,24 @@ def check_fields(fields: Mapping[str, str], wanted: Sequence[str], given: Collec
 
 
 def check_place(name: str, x: Any, q: Tensor) -> None:
+    """A dense tensor on q's device."""
     check_kinds({name: x})
     if x.device != q.device:
-        raise SpecError(
-            f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
-        )
+        raise elsewhere(name, x.device, q.device)
+
+
+def check_beside(name: str, x: Tensor, dtype: torch.dtype, q: Tensor) -> None:
+    """Dtype, float32 or int32, and device of a tensor that kernels take beside q."""
+    if x.dtype != dtype:
+        cast = "float" if dtype.is_floating_point else "int"
+        raise DtypeError(f"{name} must be {cast}32, got {x.dtype}; cast it with {name}.{cast}()")
+    if x.device != q.device:
+        raise elsewhere(name, x.device, q.device)
+
+
+def elsewhere(name: str, device: torch.device, wanted: torch.device) -> SpecError:
+    """The error of a tensor on another device than q."""
+    return SpecError(f"{name} is on {device} but q is on {wanted}; move it with .to(q.device)")
 
 
 def check_kinds(tensors: dict[str, Any]) -> None:
@@ -192,9 +205,7 @@ def check_tensors(
                 "add the missing ones with .unsqueeze(), or use attngen.sdpa"
             )
         if x.device != q.device:
-            raise SpecError(
-                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
-            )
+            raise elsewhere(name, x.device, q.device)
     if q.device.type == "meta" and not torch.compiler.is_compiling():
         raise SpecError(
             "q, k and v are on the meta device, which holds no data; make them on a real device, "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attngen.checks import elsewhere
 from attngen.errors import SpecError
 from attngen.values import probability, whole
 
@@ -70,9 +71,7 @@ def check_seed(seed: Any, device: torch.device | None = None) -> int | Tensor:
     if seed.numel() != 1 or seed.dtype != torch.int64:
         raise SpecError(f"dropout_seed: {must}, got {seed.dtype} of shape {tuple(seed.shape)}")
     if device is not None and seed.device != device:
-        raise SpecError(
-            f"dropout_seed is on {seed.device} but q is on {device}; move it with .to(q.device)"
-        )
+        raise elsewhere("dropout_seed", seed.device, device)
     return seed
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.checks import check_kinds, check_tensors, heads_first
+from attngen.checks import check_beside, check_kinds, check_tensors, heads_first
 from attngen.errors import DtypeError, SpecError
 from attngen.head_dim import split_head_dim
 from attngen.spec import DESCALES, SCALE_ROWS, AttentionSpec
@@ -196,12 +196,7 @@ def check_descale(
     if x is None or tuple(x.shape) != shape:
         got = None if x is None else tuple(x.shape)
         raise SpecError(f"{name} must have shape {shape} for {said}, got {got}{step}")
-    if x.dtype != torch.float32:
-        raise DtypeError(f"{name} must be float32, got {x.dtype}; cast it with .float()")
-    if x.device != q.device:
-        raise SpecError(
-            f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
-        )
+    check_beside(name, x, torch.float32, q)
 
 
 def _rotate(x: Tensor) -> Tensor:

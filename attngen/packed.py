@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.checks import check_beside
+from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.shard import WHOLE
 from attngen.spec import PACKED_ARGS, AttentionSpec
 from attngen.spec_rules import no_pairs
@@ -142,12 +143,7 @@ def check_offsets(spec: AttentionSpec, q: Tensor, extra: Sequence[Tensor | None]
     for name, x in given.items():
         if x is None:
             continue
-        if x.dtype != torch.int32:
-            raise DtypeError(f"{name} must be int32, got {x.dtype}; cast it with {name}.int()")
-        if x.device != q.device:
-            raise SpecError(
-                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
-            )
+        check_beside(name, x, torch.int32, q)
         size = first.shape[0] if name in PACKED_ARGS[:2] else first.shape[0] - 1
         if first.numel() == 0 or tuple(x.shape) != (size,):
             what = "num_seqs + 1 offsets" if name in PACKED_ARGS[:2] else "num_seqs lengths"
