@@ -14,6 +14,7 @@ from torch import Tensor
 from attngen.checks import check_call, check_fields, check_place, compute_dtype, refuse_names
 from attngen.distributed import op
 from attngen.distributed.plan import ContextParallel, words_of
+from attngen.distributed.refused import REFUSED, refuse_spec, unpacked
 from attngen.distributed.shards import documents_of, totals_of
 from attngen.dropout import check_seed, seed_of
 from attngen.errors import SpecError, UnsupportedSpecError
@@ -24,12 +25,13 @@ from attngen.score_aux import check_aux, functions_of, functions_of_texts
 from attngen.score_functions import function_text
 from attngen.score_terms import SCORE_FIELDS, check_scores
 from attngen.spec import AttentionSpec
-from attngen.spec_rules import FP8_DTYPES
+from attngen.spec_rules import FP8_DTYPES, LAYOUTS
 from attngen.text_keys import text_key
 from attngen.values import (
     MAX_POSITION,
     cap_number,
     flag,
+    one_of,
     probability,
     scale_number,
     whole,
@@ -38,24 +40,6 @@ from attngen.values import (
 
 _ = op  # importing it registers the ops
 _SINGLE = inspect.signature(single).parameters
-TENSOR_LAYOUTS = ("bhsd", "bshd", "thd")
-# Arguments of attngen.attention that stay on one device, and why.
-REFUSED = {
-    "tree_mask": "trees of draft tokens are short: attend to them on each rank",
-    "block_map": "a map lists tiles of the whole; say the mask by mask_mod alone",
-    "return_aux": "side outputs are not gathered; pass return_lse=True for lse",
-    "seqused_q": "used lengths are of rows that other ranks hold; cut the padding off",
-    "seqused_k": "used lengths are of rows that other ranks hold; cut the padding off",
-    "block_table": "a paged cache lies on one device",
-    "q_descale": "FP8 inputs are not built; dequantise them to bfloat16",
-    "k_descale": "FP8 inputs are not built; dequantise them to bfloat16",
-    "v_descale": "FP8 inputs are not built; dequantise them to bfloat16",
-    "q_start": "rows are placed by the layout",
-    "q_step": "rows are placed by the layout",
-    "k_start": "rows are placed by the layout",
-    "k_step": "rows are placed by the layout",
-    "partial": "partial results are joined here",
-}
 
 
 def attention(
@@ -313,42 +297,6 @@ def _with_documents(key: str) -> str:
 torch.compiler.assume_constant_result(_with_documents)
 
 
-def refuse_spec(spec: AttentionSpec, method: str) -> None:
-    """Refuse what is not built over ranks, with every reason."""
-    why = []
-    if spec.is_fp8:
-        why.append(REFUSED["q_descale"])
-    why += [f"tree_mask: {REFUSED['tree_mask']}"] if spec.tree_mask else []
-    why += [f"block_map: {REFUSED['block_map']}"] if spec.block_map else []
-    why += [f"aux={':'.join(spec.aux)}: {REFUSED['return_aux']}"] if spec.aux else []
-    if spec.has_lengths:
-        why.append("key_lengths and paged caches lie on one device")
-    if spec.shared_kv:
-        why.append("shared_kv: k and v travel as tensors of their own")
-    if method in ("ulysses", "usp") and spec.has_score_entries:
-        named = " and ".join(x for x in ("attn_mask", "bias") if getattr(spec, x))
-        why.append(
-            f"{named} with method {method}: a rank has the entries of its own rows alone, and "
-            'computes those of others; use method="ring" or "allgather"'
-        )
-    if spec.is_packed:
-        why += _unpacked(spec)
-    if why:
-        raise UnsupportedSpecError([f"context parallelism: {each}" for each in why])
-
-
-def _unpacked(spec: AttentionSpec) -> list[str]:
-    """What counts rows in each packed sequence, where shards know positions in the whole alone."""
-    named = {"dropout": spec.has_dropout, "chunk": spec.has_chunk, "prefix_lm": spec.prefix_lm}
-    named |= {"score_mod and mask_mod": spec.has_functions}
-    return [
-        f"{name} of packed sequences counts rows in each sequence, shards count them in the whole; "
-        "use one batch row for each sequence"
-        for name, is_on in named.items()
-        if is_on
-    ]
-
-
 def _refuse(others: dict[str, Any]) -> None:
     """Refuse what is unknown, or set and not built over ranks."""
     given = {name: x for name, x in others.items() if name not in REFUSED}
@@ -364,10 +312,7 @@ def _heads_first(
     q: Tensor, k: Tensor, v: Tensor, tensor_layout: Any, has_offsets: bool
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """(batch, heads, rows, dim) views, and whether they are packed sequences."""
-    if not isinstance(tensor_layout, str) or tensor_layout not in TENSOR_LAYOUTS:
-        raise SpecError(
-            f"tensor_layout must be one of {', '.join(TENSOR_LAYOUTS)}, got {tensor_layout!r}"
-        )
+    one_of("tensor_layout", tensor_layout, LAYOUTS)
     if tensor_layout == "thd" or has_offsets:
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_place(name, x, q)
@@ -458,7 +403,7 @@ def _run(
 def _checked(key: str, method: str, packed: bool) -> AttentionSpec:
     spec = AttentionSpec.parse(key)
     refuse_spec(spec, method)
-    if packed and (why := _unpacked(spec)):
+    if packed and (why := unpacked(spec)):
         raise UnsupportedSpecError([f"context parallelism: {each}" for each in why])
     return spec
 
