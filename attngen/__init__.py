@@ -25,9 +25,9 @@ _HOME = {
     "TuningError": "attngen.errors",
     "compile": "attngen.api",
     "Attention": "attngen.api",
-    "attention": "attngen.api",
+    "attention": "attngen.functional",
     "sdpa": "attngen.torch_sdpa",
-    "patch_sdpa": "attngen.torch_sdpa",
+    "patch_sdpa": "attngen.sdpa_patch",
     "reload": "attngen.api",
     "append_and_attend": "attngen.append_attend",
     "append_kv": "attngen.append",
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from attngen import aot as aot
     from attngen import distributed as distributed
     from attngen import integrations as integrations
-    from attngen.api import Attention, attention, compile, reload
+    from attngen.api import Attention, compile, reload
     from attngen.append import append_kv
     from attngen.append_attend import append_and_attend
     from attngen.block_map import make_block_map
@@ -92,11 +92,13 @@ if TYPE_CHECKING:
         UnsupportedSpecError,
     )
     from attngen.fp8 import quantize
+    from attngen.functional import attention
     from attngen.gpu import GpuInfo
     from attngen.merge import merge
+    from attngen.sdpa_patch import patch_sdpa
     from attngen.spec import AttentionSpec
     from attngen.sync import sync_configs
-    from attngen.torch_sdpa import patch_sdpa, sdpa
+    from attngen.torch_sdpa import sdpa
     from attngen.tuner import tune
     from attngen.workload import Workload
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen import calls, gpu, lowering, resolve
+from attngen import gpu, lowering, resolve
 from attngen.checks import check_dtypes, check_tensors
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.kernel import emit, load
 from attngen.memory import empty_bshd
+from attngen.settle import numbers_of
 from attngen.spec import AttentionSpec
 from attngen.values import shown
 from attngen.workload import Workload, spec_bucket
@@ -129,7 +130,7 @@ def _operator(text_key: str, path: str) -> Any:
         out = empty_bshd(q, batch, heads, rows, v.shape[3], q.dtype)
         lse = q.new_empty((batch, heads, rows), dtype=torch.float32)
         named = dict(zip(spec.int_args, ints, strict=True))
-        numbers = calls.numbers_of(spec, named, rows, k.shape[2])
+        numbers = numbers_of(spec, named, rows, k.shape[2])
         numbers |= zip(spec.scalar_args, scalars, strict=True)
         for kernel, grid, arguments, constants in module.plan(q, k, v, out, lse, **numbers):
             wrap_triton(kernel)[grid](*arguments, **constants)

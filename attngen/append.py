@@ -20,7 +20,8 @@ from attngen.memory import empty_bshd
 from attngen.paged import check_page_size
 from attngen.render import TEXT_VERSION, environment
 from attngen.resolve import device_index_of
-from attngen.spec import KV_DTYPES, AttentionSpec
+from attngen.spec import AttentionSpec
+from attngen.spec_rules import KV_DTYPES
 from attngen.values import flag
 from attngen.workload import ceil_pow2
 

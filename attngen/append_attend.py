@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from attngen.api import attention
 from attngen.append import append_kv
 from attngen.errors import SpecError
+from attngen.functional import attention
 from attngen.spec import KV_DESCALES
 
 

@@ -19,9 +19,10 @@ from attngen import interpreter
 from attngen.config import FwdConfig
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.kernel import kernel
-from attngen.reference import alignment
 from attngen.resolve import device_index_of
 from attngen.score_aux import check_aux, functions_of_texts
+from attngen.shard import WHOLE, Shard
+from attngen.softmax_reference import alignment
 from attngen.spec import MAP_TILE, AttentionSpec
 from attngen.values import shown, whole
 from attngen.workload import Direction
@@ -196,14 +197,26 @@ def mask_key(
 torch.compiler.assume_constant_result(mask_key)
 
 
-def check_block_map(given: Any, mask: str, q: Tensor, k: Tensor, moved: bool) -> Tensor:
+def check_block_map(
+    given: Any, mask: str | None, q: Tensor, k: Tensor, shard: Shard, starts: tuple[int, int]
+) -> Tensor:
     """The lists of a call's map.
 
     Args:
-        mask: the call's `mask_key`.
+        mask: the call's `mask_key`, None if its spec has no block map.
         q, k: (batch, heads, seqlen, dim).
-        moved: the call names rows or heads that it begins with.
+        shard, starts: the rows, and the batch row and head, that the call begins with.
     """
+    if given is None:
+        raise SpecError(
+            "the spec says block_map=True, but the call has no block_map; pass block_map=, or "
+            "compile a spec without block_map"
+        )
+    if mask is None:
+        raise SpecError(
+            "block_map is given, but the spec says block_map=False, or has no mask_mod; compile a "
+            "spec with both, or leave block_map out"
+        )
     if not isinstance(given, BlockMap):
         raise SpecError(
             f"block_map must be what attngen.make_block_map gives, got {shown(given)}; make it "
@@ -230,7 +243,7 @@ def check_block_map(given: Any, mask: str, q: Tensor, k: Tensor, moved: bool) ->
             f"block_map is on {given.lists.device} but q is on {q.device}; make it with "
             "device=q.device"
         )
-    if moved:
+    if shard != WHOLE or starts != (0, 0):
         raise UnsupportedSpecError(
             [
                 "block_map with q_start, q_step, k_start, k_step, seqlen_*_total, batch_start or "

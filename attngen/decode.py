@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Literal
 
 from attngen.config_base import NamedFields
 from attngen.gpu import GpuInfo
-from attngen.spec import AttentionSpec, undecoded
+from attngen.spec import AttentionSpec
+from attngen.spec_rules import undecoded
 from attngen.workload import Bucket, Direction, ceil_pow2
 
 MAX_ROWS = 16

@@ -1,11 +1,15 @@
-"""The dropout mask in plain torch: which entries of P survive, bit for bit as in the kernels."""
+"""The dropout mask in plain torch: which entries of P survive, bit for bit as in the kernels; and
+seeds."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attngen.checks import check_seed
+from attngen.checks import elsewhere
+from attngen.errors import SpecError
 from attngen.values import probability, whole
 
 _MASK = 0xFFFFFFFF
@@ -54,6 +58,28 @@ def dropout_keep(
     full = [w.expand(batch, heads, seqlen_q, quads) for w in words]
     word = torch.stack(full, -1).flatten(3)[..., :seqlen_k]
     return word >= int(dropout_p * 2**32)
+
+
+def check_seed(seed: Any, device: torch.device | None = None) -> int | Tensor:
+    """A dropout seed: 64 bits as an int, or an int64 tensor of one element, on the device."""
+    must = "it must be an int or an int64 tensor of one element"
+    if not isinstance(seed, Tensor):
+        if torch.compiler.is_compiling() and type(seed) is int:
+            return seed  # may be symbolic, and guards know int64 only
+        step = f"a seed is 64 bits; {must}"
+        return whole("dropout_seed", seed, -(2**63), 2**64 - 1, step)
+    if seed.numel() != 1 or seed.dtype != torch.int64:
+        raise SpecError(f"dropout_seed: {must}, got {seed.dtype} of shape {tuple(seed.shape)}")
+    if device is not None and seed.device != device:
+        raise elsewhere("dropout_seed", seed.device, device)
+    return seed
+
+
+def seed_of(seed: int | Tensor | None, q: Tensor) -> Tensor:
+    """The seed of a call as a tensor of one element; drawn from torch's generator if None."""
+    if seed is None:
+        return torch.randint(0, 2**63 - 1, (1,), dtype=torch.int64, device=q.device)
+    return seed.reshape(1) if isinstance(seed, Tensor) else seed_tensor(seed, q.device)
 
 
 def seed_tensor(seed: int, device: torch.device) -> Tensor:

@@ -31,13 +31,8 @@ class ImportReport:
         )
 
 
-def export_lines(store: Store, gpu: GpuInfo | None = None) -> list[str]:
-    """The winners (of one GPU) as sorted JSON lines, ready for `tuning_db/<gpu>.jsonl`."""
-    return lines_of(store.winners(), gpu)
-
-
 def lines_of(records: Iterable[Record], gpu: GpuInfo | None = None) -> list[str]:
-    """Records (of one GPU) as sorted JSON lines."""
+    """Records (of one GPU) as sorted JSON lines, ready for `tuning_db/<gpu>.jsonl`."""
     return sorted(
         record.to_line()
         for record in records

@@ -1,18 +1,21 @@
-"""FP8 operands for attention, in plain torch: scales, rounding and the Hadamard rotation."""
+"""FP8 operands for attention, in plain torch: rounding, the Hadamard rotation, and scales, with
+what a call must bring of them."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from attngen.checks import check_tensors, heads_first
-from attngen.errors import DtypeError, SpecError, nearest
+from attngen.checks import check_beside, check_kinds, check_tensors, heads_first
+from attngen.errors import DtypeError, SpecError
 from attngen.head_dim import split_head_dim
-from attngen.spec import FP8_DTYPES, SCALE_ROWS
-from attngen.values import flag, shown
+from attngen.spec import DESCALES, SCALE_ROWS, AttentionSpec
+from attngen.spec_rules import FP8_DTYPES
+from attngen.values import flag, one_of
 
 SCALES = ("tensor", "head", "block")
 
@@ -61,9 +64,9 @@ def quantize(
         DtypeError: q, k or v is no float tensor of 16 bits or more.
     """
     name = str(dtype).removeprefix("torch.")
-    _one_of("dtype", name, FP8_DTYPES)
-    _one_of("scale", scale, SCALES)
-    _one_of("layout", layout, ("bhsd", "bshd"))
+    one_of("dtype", name, FP8_DTYPES)
+    one_of("scale", scale, SCALES)
+    one_of("layout", layout, ("bhsd", "bshd"))
     flag("hadamard", hadamard)
     if layout == "bshd":
         q, k, v = heads_first(q, k, v)
@@ -81,12 +84,6 @@ def quantize(
     rounded = [_round(x, kind, scale, k.shape[1]) for x in (q, k, v)]
     operands = [x.transpose(1, 2) if layout == "bshd" else x for x, _ in rounded]
     return Quantized(*(x.contiguous() for x in operands), *(descale for _, descale in rounded))
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        hint = nearest(value, allowed) if isinstance(value, str) else ""
-        raise SpecError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}{hint}")
 
 
 def _round(x: Tensor, dtype: torch.dtype, scale: str, num_heads_kv: int) -> tuple[Tensor, Tensor]:
@@ -117,6 +114,89 @@ def spread(descale: Tensor, x: Tensor) -> Tensor:
     if wide.dim() == 3:
         return wide.repeat_interleave(SCALE_ROWS, 2)[:, :, : x.shape[2], None]
     return wide[:, :, None, None]
+
+
+def scale_kind(dtype: str, descales: tuple[Any, ...]) -> str | None:
+    """The fp8_scale that the descales of q, k and v make, None for a dtype that has none."""
+    if dtype not in FP8_DTYPES:
+        for name, descale in zip(DESCALES, descales, strict=True):
+            if descale is not None:
+                raise SpecError(
+                    f"{name} belongs to FP8 inputs, got {dtype} ones; leave it out, or make both "
+                    "with attngen.quantize"
+                )
+        return None
+    missing = [name for name, x in zip(DESCALES, descales, strict=True) if x is None]
+    if missing:
+        raise SpecError(
+            f"{dtype} inputs need q_descale, k_descale and v_descale, got no "
+            f"{' and no '.join(missing)}; attngen.quantize makes them"
+        )
+    check_kinds(dict(zip(DESCALES, descales, strict=True)))
+    for name, x in zip(DESCALES, descales, strict=True):
+        if x.requires_grad and torch.is_grad_enabled():
+            raise SpecError(f"{name} requires grad, but scales get none; pass {name}.detach()")
+    dims = [x.dim() for x in descales]
+    kinds = {0: "tensor", 2: "head", 3: "block"}
+    if dims[0] not in kinds or dims != dims[:1] * 3:
+        raise SpecError(
+            "q_descale, k_descale and v_descale must be all of shape (), (batch, num_heads_kv) or "
+            "(batch, num_heads_kv, ceil(seqlen / 128)), got shapes "
+            f"{', '.join(str(tuple(x.shape)) for x in descales)}; attngen.quantize makes them"
+        )
+    return kinds[dims[0]]
+
+
+def check_scale(spec: AttentionSpec, descales: tuple[Any, ...]) -> None:
+    """Descales as the spec has them."""
+    scale = scale_kind(spec.dtype, descales)
+    if scale != spec.fp8_scale:
+        raise SpecError(
+            f"q_descale, k_descale and v_descale are those of fp8_scale={scale!r}, but the spec "
+            f"says {spec.fp8_scale!r}; compile a spec with fp8_scale={scale!r}, or quantise with "
+            f"scale={spec.fp8_scale!r}"
+        )
+
+
+def check_gradient_dtypes(*tensors: Tensor) -> None:
+    """Refuse FP8 tensors whose gradients autograd would round to FP8."""
+    for name, x in zip("qkv", tensors, strict=True):
+        if x.element_size() > 1 or not x.requires_grad:
+            continue
+        if x.is_leaf and (x.grad_dtype is None or x.grad_dtype.itemsize > 1):
+            continue
+        step = f"make it a leaf and set {name}.grad_dtype = torch.bfloat16"
+        if type(x) not in (Tensor, torch.nn.Parameter):  # AOTAutograd traces, and forgets it
+            step += ', and keep the call out of torch.compile (backend="eager" aside)'
+        raise SpecError(
+            f"{name} is {x.dtype} and requires grad, and autograd would round its gradient to it; "
+            f"{step}"
+        )
+
+
+def descale_shape(scale: str, k: Tensor, rows: int) -> tuple[int, ...]:
+    """The shape of the descale of a tensor with so many rows."""
+    lead = (k.shape[0], k.shape[1])
+    return {"tensor": (), "head": lead, "block": (*lead, -(-rows // SCALE_ROWS))}[scale]
+
+
+def check_descales(scale: str, q: Tensor, k: Tensor, descales: Sequence[Tensor | None]) -> None:
+    """Shapes, dtypes and devices of the descales of q, k and v."""
+    for name, rows, x in zip(DESCALES, (q.shape[2], k.shape[2], k.shape[2]), descales, strict=True):
+        said = f"fp8_scale={scale!r}"
+        check_descale(
+            name, x, descale_shape(scale, k, rows), said, q, "; attngen.quantize makes it"
+        )
+
+
+def check_descale(
+    name: str, x: Tensor | None, shape: tuple[int, ...], said: str, q: Tensor, step: str = ""
+) -> None:
+    """Shape, dtype and device of a descale; `said` is the spec's word, as kv_scale='key'."""
+    if x is None or tuple(x.shape) != shape:
+        got = None if x is None else tuple(x.shape)
+        raise SpecError(f"{name} must have shape {shape} for {said}, got {got}{step}")
+    check_beside(name, x, torch.float32, q)
 
 
 def _rotate(x: Tensor) -> Tensor:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from attngen import calls, ops
-from attngen.checks import is_cast
+from attngen.dual_tensors import have_tangents
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.identity import parsed
 from attngen.values import shown
 
 _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
@@ -130,7 +129,7 @@ def _refuse_gradients(
 ) -> Tensor:
     given = (q, k, v, out, *extra)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
-    if learns or ops.have_tangents(*given):
+    if learns or have_tangents(*given):
         raise UnsupportedSpecError(
             ["out= has no derivative; call it under torch.no_grad(), or leave out= out"]
         )
@@ -149,21 +148,11 @@ def _refuse_vmap(*arguments: Any) -> Any:
     raise UnsupportedSpecError(["vmap over out= is not offered; fold samples into the batch"])
 
 
-def _autocast(key: torch._C.DispatchKey) -> Any:
-    def cast(text_key: str, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Tensor:
-        wanted = getattr(torch, parsed(text_key).dtype)
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
-            if is_cast(wanted):
-                q, k, v = (x.to(wanted) if is_cast(x.dtype) else x for x in (q, k, v))
-            return torch.ops.attngen.fwd_out(text_key, q, k, v, out, *rest)  # type: ignore[no-any-return]  # torch.ops is untyped
-
-    return cast
-
-
 for _key in ("CUDA", "CPU"):
     _LIBRARY.impl("fwd_out", _forward, _key)
     _name = f"Autocast{_key}"
-    _LIBRARY.impl("fwd_out", _autocast(getattr(torch._C.DispatchKey, _name)), _name)
+    _cast = ops.autocast(torch.ops.attngen.fwd_out, getattr(torch._C.DispatchKey, _name))
+    _LIBRARY.impl("fwd_out", _cast, _name)
 _LIBRARY.impl("fwd_out", _refuse_gradients, "Autograd")
 _LIBRARY.impl("fwd_out", _counted, "ADInplaceOrView")  # in inference mode
 torch.library.register_fake("attngen::fwd_out", _fake, lib=_LIBRARY)

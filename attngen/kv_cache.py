@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from attngen.checks import check_kinds
-from attngen.errors import DtypeError, SpecError
-from attngen.spec import FP8_DTYPES, KV_DESCALES, KV_DTYPES, AttentionSpec
+from attngen.errors import SpecError
+from attngen.fp8 import check_descale
+from attngen.spec import KV_DESCALES, AttentionSpec
+from attngen.spec_rules import FP8_DTYPES, KV_DTYPES
 
 _KINDS = {0: "tensor", 2: "head", 3: "key"}
 
@@ -78,18 +80,7 @@ def check_descales(
     named = dict(zip(spec.tensor_args, extra, strict=True))
     shape = descale_shape(spec, k)
     for name in KV_DESCALES:
-        x = named[name]
-        if x is None or tuple(x.shape) != shape:
-            got = None if x is None else tuple(x.shape)
-            raise SpecError(
-                f"{name} must have shape {shape} for kv_scale={spec.kv_scale!r}, got {got}"
-            )
-        if x.dtype != torch.float32:
-            raise DtypeError(f"{name} must be float32, got {x.dtype}; cast it with .float()")
-        if x.device != q.device:
-            raise SpecError(
-                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
-            )
+        check_descale(name, named[name], shape, f"kv_scale={spec.kv_scale!r}", q)
 
 
 def quantized(spec: AttentionSpec, x: Tensor, page: int) -> tuple[Tensor, Tensor]:

@@ -72,26 +72,6 @@ def check_masks(
     return found
 
 
-def check_mask_fields(wanted: tuple[str, ...], found: dict[str, Tensor]) -> None:
-    """What a call brings is what its spec has."""
-    for name, field in MASK_FIELDS.items():
-        if field in wanted and name not in found:
-            raise SpecError(
-                f"the spec says {field}=True, but the call has no {name}; pass {name}=, or compile "
-                f"a spec without {field}"
-            )
-        if name in found and field not in wanted:
-            raise SpecError(
-                f"{name} is given, but the spec says {field}=False; compile a spec with "
-                f"{field}=True, or leave {name} out"
-            )
-
-
-def fields_of(found: dict[str, Tensor]) -> tuple[str, ...]:
-    """The spec fields that these tensors turn on."""
-    return tuple(dict.fromkeys(MASK_FIELDS[name] for name in found))
-
-
 def _check_ints(name: str, x: Any, q: Tensor) -> None:
     check_place(name, x, q)
     if x.dtype not in INTS:

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from attngen import packed, paged
-from attngen.checks import Shard, heads_first
+from attngen.checks import heads_first
 from attngen.errors import SpecError
 from attngen.jagged import Jagged, are_jagged, jagged
 from attngen.masks import check_masks
-from attngen.spec import AUX
+from attngen.shard import Shard
+from attngen.spec_rules import AUX
 
 Offsets = tuple[Any, Any, Any, Any]
 """In the order of `spec.PACKED_ARGS`."""

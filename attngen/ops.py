@@ -5,33 +5,27 @@ parse, numbers as lists whose entries `spec.scalar_args`, `spec.int_args` and `s
 name, and the config is chosen inside on concrete sizes (`calls`), so that
 `torch.compile(dynamic=True)` sees one graph for all lengths. Tensors are (batch, heads, seqlen,
 dim) views; results are stored (batch, seqlen, heads, dim) and returned as such views.
-
-The Autograd key is implemented here rather than by `torch.library.register_autograd`, so that a
-call without gradients goes straight on.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 
-from attngen import calls, recompute, sharding, tangents, transforms
-from attngen.checks import check_gradient_dtypes, is_cast
+from attngen import autograd, calls, sharding, tangents, transforms
+from attngen.autograd import AttngenDirect, have_plain_types, is_plain, needs_gradient
+from attngen.checks import is_cast
+from attngen.dual_tensors import have_tangents
 from attngen.errors import UnsupportedSpecError
+from attngen.fp8 import check_gradient_dtypes
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
 from attngen.paged import refuse_gradients
+from attngen.side_outputs import side_shapes
 
-_USE_MATH = "compute it with torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH"
-_NO_FP8 = f"second derivatives of FP8 inputs are not built; dequantise them, or {_USE_MATH}"
 _LIBRARY = torch.library.Library("attngen", "DEF")
 _LIBRARY.define(
     "fwd(str spec, Tensor q, Tensor k, Tensor v, Tensor?[] extra, float[] scalars, SymInt[] ints)"
@@ -54,7 +48,7 @@ def _fake_forward(
     batch, heads, seqlen_q, _ = q.shape
     dtype = torch.float32 if ints[0] else getattr(torch, parsed(text_key).out_dtype)
     out = empty_bshd(q, batch, heads, seqlen_q, v.shape[3], dtype)
-    shapes = [(batch, heads, seqlen_q), *calls.side_shapes(parsed(text_key), extra, q, k)]
+    shapes = [(batch, heads, seqlen_q), *side_shapes(parsed(text_key), extra, q, k)]
     return [out, *(q.new_empty(shape, dtype=torch.float32) for shape in shapes)]
 
 
@@ -104,360 +98,31 @@ def forward(
     The dispatcher's two passes through Python (Autograd, then the device) cost more than a launch.
     Modes, functorch transforms, tensor subclasses and autocast still go through it.
     """
-    if not (_is_plain(q, k, v) and _have_plain_types(extra)) or torch.is_autocast_enabled(
+    if not (is_plain(q, k, v) and have_plain_types(extra)) or torch.is_autocast_enabled(
         q.device.type
     ):
         sharding.meet(q, k, v)
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
     if have_tangents(q, k, v, *extra):
         return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)  # type: ignore[no-any-return]  # torch.ops is untyped
-    if _needs_gradient(q, k, v, extra):
+    if needs_gradient(q, k, v, extra):
         check_gradient_dtypes(q, k, v)
         refuse_gradients(parsed(text_key))
         return AttngenDirect.apply(text_key, scalars, ints, q, k, v, *extra)  # type: ignore[attr-defined,no-any-return]  # torch types none of it
     return calls.forward(text_key, q, k, v, extra, scalars, ints)
 
 
-def _needs_gradient(q: Tensor, k: Tensor, v: Tensor, extra: Sequence[Tensor | None]) -> bool:
-    if not torch.is_grad_enabled():
-        return False
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return True
-    return any(x is not None and x.requires_grad for x in extra)
+def autocast(op: Any, key: torch._C.DispatchKey) -> Any:
+    """An op of a text key, q, k, v and more under autocast, which casts these three."""
 
-
-def _is_plain(*tensors: Tensor | None) -> bool:
-    """Would the dispatcher do nothing but find the kernel?"""
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_compiling()
-    ):
-        return False
-    return all(
-        x is None or (type(x) in _PLAIN and not x.is_meta and not x.is_neg()) for x in tensors
-    )
-
-
-def _have_plain_types(extra: Sequence[Tensor | None]) -> bool:
-    """Is no tensor of `extra` of a subclass? A meta one among others is for the checks to name."""
-    return all(x is None or type(x) in _PLAIN for x in extra)
-
-
-def _is_batched(*grads: Tensor | None) -> bool:
-    """By autograd's own vmap (`is_grads_batched=True`)?"""
-    is_legacy = torch._C._functorch.is_legacy_batchedtensor
-    return any(x is not None and is_legacy(x) for x in grads)
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
-# Compiled autograd asks each Function for it; the single-level base has none.
-_COMPILED_KEY = staticmethod(torch.autograd.Function._compiled_autograd_key)
-
-
-class AttngenAttention(torch.autograd.function._SingleLevelFunction):
-    """Gradients of `attngen::fwd`: one call of `attngen::bwd`.
-
-    Single-level, because under torch.func the dispatcher has already peeled the other levels off
-    when it comes to the Autograd key. A profiler shows its name.
-    """
-
-    _compiled_autograd_key = _COMPILED_KEY
-
-    @staticmethod
-    def forward(
-        text_key: str, scalars: Any, ints: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Any
-    ) -> tuple[Tensor, ...]:
-        with _below():
-            return tuple(torch.ops.attngen.fwd(text_key, q, k, v, list(extra), scalars, ints))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        text_key, ctx.scalars, ctx.ints, q, k, v, *extra = inputs
-        ctx.full_key, ctx.text_key = text_key, _without_aux(text_key)
-        out, lse, *aux = output
-        ctx.save_for_backward(q, k, v, out, lse, *extra)
-        if aux:
-            ctx.mark_non_differentiable(*aux)
-        if _mayhave_tangents():
-            ctx.save_for_forward(q, k, v, *extra)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        q, k, v, out, lse, *extra = ctx.saved_tensors
-        dout, dlse, *_ = grads
-        nothing = (None,) * (6 + len(extra))
-        if dout is None and dlse is None:
-            return nothing
-        tensors = (q, k, v, out, lse, dout, dlse)
-        plain = _is_plain(*tensors) and _have_plain_types(extra)
-        direct = plain and not torch.is_grad_enabled() and not _is_batched(*grads)
-        direct = direct and not have_tangents(*tensors)
-        bwd: Any = calls.backward if direct else torch.ops.attngen.bwd
-        needed, needs = ctx.needs_input_grad[3:6], _needs(ctx.text_key, ctx.needs_input_grad[6:])
-        arguments = (ctx.text_key, *tensors, extra, ctx.scalars, ctx.ints)
-        dq, dk, dv, *more = bwd(*arguments, needs) if needs else bwd(*arguments)
-        found = (g if need else None for g, need in zip((dq, dk, dv), needed, strict=True))
-        spec = parsed(ctx.text_key)
-        others = [
-            more.pop(0) if need and name in spec.gradient_args else None
-            for name, need in zip(spec.tensor_args, ctx.needs_input_grad[6:], strict=True)
-        ]
-        return (None, None, None, *found, *others)
-
-    @staticmethod
-    def jvp(ctx: Any, *moved: Any) -> tuple[Tensor, ...]:
-        q, k, v, *extra = ctx.saved_tensors
-        primals = [_primal(x) for x in (q, k, v)]
-        arguments = (ctx.text_key, *primals, *moved[3:6], extra, ctx.scalars, ctx.ints)
-        _, _, tout, tlse = torch.ops.attngen.jvp(*arguments)
-        return tout, tlse, *(None,) * len(parsed(ctx.full_key).aux)
-
-
-def _needs(text_key: str, needed: Sequence[bool]) -> list[bool]:
-    """Which of `spec.gradient_args` want a gradient; empty if none does."""
-    if not any(needed):
-        return []
-    spec = parsed(text_key)
-    named = dict(zip(spec.tensor_args, needed, strict=True))
-    return [named[name] for name in spec.gradient_args]
-
-
-@functools.lru_cache(maxsize=1024)
-def _without_aux(text_key: str) -> str:
-    """The text key of what has gradients."""
-    spec = parsed(text_key)
-    return replace(spec, aux=()).text_key if spec.aux else text_key
-
-
-class AttngenDirect(AttngenAttention):
-    """The same without the dispatcher."""
-
-    @staticmethod
-    def forward(
-        text_key: str, scalars: Any, ints: Any, q: Tensor, k: Tensor, v: Tensor, *extra: Any
-    ) -> tuple[Tensor, ...]:
-        return tuple(calls.forward(text_key, q, k, v, extra, scalars, ints))
-
-
-class _Again(torch.autograd.function._SingleLevelFunction):
-    """An op whose results are derivatives, under autograd: computed by kernels, and if they are
-    differentiated again, by `recompute`."""
-
-    _compiled_autograd_key = _COMPILED_KEY
-
-    @staticmethod
-    def forward(run: Any, recomputed: Any, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        with _below():
-            return tuple(run(*tensors))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, ctx.recomputed, *tensors = inputs
-        ctx.save_for_backward(*tensors)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        tensors, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        is_further = torch.is_grad_enabled()
-        with torch.enable_grad():
-            # Copies: one tensor may stand in several places.
-            own = [x if x is None else x.view_as(x) for x in tensors]
-            wanted = [x for x, need in zip(own, needed, strict=True) if need and x is not None]
-            pairs = zip(ctx.recomputed(*own), grads, strict=True)
-            given = [(y, g) for y, g in pairs if g is not None and y.requires_grad]
-            found: list[Tensor | None] = [None] * len(wanted)
-            if given and wanted:
-                found = list(
-                    torch.autograd.grad(
-                        [y for y, _ in given],
-                        wanted,
-                        [g for _, g in given],
-                        allow_unused=True,
-                        create_graph=is_further,
-                    )
-                )
-        return (None, None, *(found.pop(0) if need else None for need in needed))
-
-
-def _mayhave_tangents() -> bool:
-    """Is a level of forward-mode derivatives open? A graph of torch.compile opens one unseen."""
-    return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
-
-
-def _tangent(x: Tensor | None) -> Tensor | None:
-    """The tangent of a dual tensor, if it is one and that is not a symbolic zero."""
-    if x is None or not _mayhave_tangents():
-        return None
-    _, tangent = _unpacked(x)
-    return None if tangent is None or tangent._is_zerotensor() else tangent
-
-
-def have_tangents(*tensors: Tensor | None) -> bool:
-    """Is any a dual tensor?"""
-    return _mayhave_tangents() and any(_tangent(x) is not None for x in tensors)
-
-
-def _primal(x: Tensor) -> Tensor:
-    return _unpacked(x)[0]
-
-
-def _dual(primal: Tensor, tangent: Tensor) -> Tensor:
-    return torch._VF._make_dual(primal, tangent, level=0)
-
-
-def _unpacked(x: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Primal and tangent. Levels of torch do not nest: there is one, of number 0."""
-    return torch._VF._unpack_dual(x, level=0)
-
-
-@contextmanager
-def _below() -> Iterator[None]:
-    """Dispatch below autograd. A Function switches derivatives off for its forward: the further
-    levels of torch.func, which are below, need them."""
-    if not torch._C._are_functorch_transforms_active():
-        with torch._C._AutoDispatchBelowAutograd():
-            yield
-        return
-    on = torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True)
-    with on[0], on[1], torch._C._AutoDispatchBelowAutograd():
-        yield
-
-
-def _apply(function: Any, *arguments: Any) -> Any:
-    if torch._C._are_functorch_transforms_active():
-        with enable_single_level_autograd_function():
-            return function.apply(*arguments)
-    return function.apply(*arguments)
-
-
-def _autograd_forward(
-    text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
-) -> Any:
-    if have_tangents(q, k, v, *extra):
-        return _forward_with_tangents(text_key, q, k, v, extra, scalars, ints)
-    direct = _is_plain(q, k, v) and _have_plain_types(extra)
-    if _needs_gradient(q, k, v, extra):
-        check_gradient_dtypes(q, k, v)
-        refuse_gradients(parsed(text_key))
-        sharding.meet(q, k, v)
-        function = AttngenDirect if direct else AttngenAttention
-        return list(_apply(function, text_key, scalars, ints, q, k, v, *extra))
-    if direct:
-        return calls.forward(text_key, q, k, v, extra, scalars, ints)
-    sharding.meet(q, k, v)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
-
-
-def _forward_with_tangents(
-    text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
-) -> Any:
-    """out and lse as dual tensors, of one kernel."""
-    if have_tangents(*extra):
-        names = zip(parsed(text_key).tensor_args, extra, strict=True)
-        why = ", ".join(name for name, x in names if _tangent(x) is not None)
-        raise NotImplementedError(
-            f"attngen::fwd has no forward-mode derivative by {why}; {_USE_MATH}"
-        )
-    if _needs_gradient(q, k, v, extra):  # out gets a gradient, too
-        return list(_apply(AttngenAttention, text_key, scalars, ints, q, k, v, *extra))
-    primals, moved = [_primal(x) for x in (q, k, v)], [_tangent(x) for x in (q, k, v)]
-    key = _without_aux(text_key)
-    out, lse, tout, tlse = torch.ops.attngen.jvp(key, *primals, *moved, extra, scalars, ints)
-    aux = []
-    if key != text_key:
-        _, _, *aux = torch.ops.attngen.fwd(text_key, *primals, extra, scalars, ints)
-    return [_dual(out, tout), _dual(lse, tlse), *aux]
-
-
-def _autograd_jvp(
-    text_key: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tq: Tensor | None,
-    tk: Tensor | None,
-    tv: Tensor | None,
-    extra: Sequence[Tensor | None],
-    scalars: Any,
-    ints: Any,
-) -> Any:
-    def run(*tensors: Tensor | None) -> Any:
-        return torch.ops.attngen.jvp(text_key, *tensors[:6], list(tensors[6:]), scalars, ints)
-
-    def recomputed(*tensors: Any) -> list[Tensor]:
-        return recompute.tangents(text_key, *tensors[:6], tensors[6:], scalars, ints)
-
-    return _differentiable(text_key, run, recomputed, (q, k, v, tq, tk, tv, *extra))
-
-
-def _autograd_backward(
-    text_key: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    dout: Tensor | None,
-    dlse: Tensor | None,
-    extra: Sequence[Tensor | None],
-    scalars: Any,
-    ints: Any,
-    needs: Sequence[bool] = (),
-) -> Any:
-    given = (q, k, v, out, lse, dout, dlse)
-    plain = _is_plain(*given) and _have_plain_types(extra)
-    if plain and not (_mayhave_tangents() or torch.is_grad_enabled() or _is_batched(dout, dlse)):
-        return calls.backward(text_key, *given, extra, scalars, ints, needs)
-
-    def run(*tensors: Tensor | None) -> Any:
-        lists = (list(tensors[5:]), scalars, ints)
-        inputs = (*tensors[:3], out, lse, *tensors[3:5])
-        return torch.ops.attngen.bwd(text_key, *inputs, *lists, *([needs] if needs else []))
-
-    def recomputed(*tensors: Any) -> list[Tensor]:
-        q, k, v, dout, dlse, *others = tensors
-        inputs = (q, k, v, dout, dlse, others)
-        return recompute.gradients(text_key, *inputs, scalars, ints, needs)
-
-    return _differentiable(text_key, run, recomputed, (q, k, v, dout, dlse, *extra))
-
-
-def _differentiable(
-    text_key: str, run: Any, recomputed: Any, tensors: Sequence[Tensor | None]
-) -> Any:
-    """The results of an op whose results are derivatives; out and lse count as made of q, k and
-    v."""
-    moves = have_tangents(*tensors)
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
-    if parsed(text_key).is_fp8:
-        recomputed = _refuse_fp8
-    if moves:
-        return recomputed(*tensors)
-    if learns:
-        return list(_apply(_Again, run, recomputed, *tensors))
-    with torch._C._AutoDispatchBelowAutograd():
-        return run(*tensors)
-
-
-def _refuse_fp8(*tensors: Tensor | None) -> list[Tensor]:
-    raise NotImplementedError(_NO_FP8)
-
-
-def _autocast_forward(device_type: str, key: torch._C.DispatchKey) -> Any:
-    def cast_forward(
-        text_key: str, q: Tensor, k: Tensor, v: Tensor, extra: Any, scalars: Any, ints: Any
-    ) -> Any:
+    def cast(text_key: str, q: Tensor, k: Tensor, v: Tensor, *more: Any) -> Any:
         wanted = getattr(torch, parsed(text_key).dtype)
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
             if is_cast(wanted):
                 q, k, v = (x.to(wanted) if is_cast(x.dtype) else x for x in (q, k, v))
-            return torch.ops.attngen.fwd(text_key, q, k, v, extra, scalars, ints)
+            return op(text_key, q, k, v, *more)
 
-    return cast_forward
+    return cast
 
 
 def _refuse(reasons: Sequence[str], q: Tensor) -> Tensor:
@@ -470,13 +135,13 @@ def _register() -> None:
         _LIBRARY.impl("jvp", tangents.forward, key)
         _LIBRARY.impl("fwd", calls.forward, key)
         _LIBRARY.impl("bwd", calls.backward, key)
-    _LIBRARY.impl("fwd", _autograd_forward, "Autograd")
-    _LIBRARY.impl("bwd", _autograd_backward, "Autograd")
-    _LIBRARY.impl("jvp", _autograd_jvp, "Autograd")
+    _LIBRARY.impl("fwd", autograd.forward, "Autograd")
+    _LIBRARY.impl("bwd", autograd.backward, "Autograd")
+    _LIBRARY.impl("jvp", autograd.jvp, "Autograd")
     for device_type in ("cuda", "cpu"):
         name = f"Autocast{device_type.upper()}"
         key = getattr(torch._C.DispatchKey, name)
-        _LIBRARY.impl("fwd", _autocast_forward(device_type, key), name)
+        _LIBRARY.impl("fwd", autocast(torch.ops.attngen.fwd, key), name)
     _LIBRARY.impl("refuse", _refuse, "CompositeExplicitAutograd")
     torch.library.register_fake(
         "attngen::refuse", lambda reasons, q: torch.empty_like(q), lib=_LIBRARY

@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
-from attngen.spec import PACKED_ARGS, AttentionSpec, no_pairs
+from attngen.checks import check_beside
+from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.shard import WHOLE
+from attngen.spec import PACKED_ARGS, AttentionSpec
+from attngen.spec_rules import no_pairs
 from attngen.values import shown
 
 SUM_KEYS = 16
@@ -88,9 +91,7 @@ def refuse_offsets(layout: str, *given: Any) -> None:
 def refuse_beside(attn_mask: Any, bias: Any, shard: tuple[Any, ...]) -> None:
     """Refuse what packed sequences cannot have, of what a call brings."""
     why = [no_pairs(n) for n, x in (("attn_mask", attn_mask), ("bias", bias)) if x is not None]
-    q_start, q_step, k_start, k_step, total_q, total_k = shard
-    ordinary = q_start == 0 and q_step == 1 and k_start == 0 and k_step == 1
-    if not (ordinary and total_q is None and total_k is None):
+    if shard != WHOLE:
         why.append(
             "q_start, q_step, k_start, k_step and seqlen_*_total with packed sequences are not "
             "built yet: each sequence would have its own; leave them out"
@@ -142,12 +143,7 @@ def check_offsets(spec: AttentionSpec, q: Tensor, extra: Sequence[Tensor | None]
     for name, x in given.items():
         if x is None:
             continue
-        if x.dtype != torch.int32:
-            raise DtypeError(f"{name} must be int32, got {x.dtype}; cast it with {name}.int()")
-        if x.device != q.device:
-            raise SpecError(
-                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
-            )
+        check_beside(name, x, torch.int32, q)
         size = first.shape[0] if name in PACKED_ARGS[:2] else first.shape[0] - 1
         if first.numel() == 0 or tuple(x.shape) != (size,):
             what = "num_seqs + 1 offsets" if name in PACKED_ARGS[:2] else "num_seqs lengths"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from attngen import reference
+from attngen.softmax_reference import NEG_INF
 from attngen.spec import AttentionSpec
 
 OF_SEQUENCES = ("alibi_slopes", "sinks")
@@ -73,7 +74,7 @@ def side_outputs(
 ) -> dict[str, Tensor]:
     """Those of `reference.side_outputs`: max_logit (num_seqs, heads), entropy (1, heads, total)."""
     wide, heads = how.get("math_dtype", torch.float64), q.shape[1]
-    largest = q.new_full((len(sequences.rows), heads), reference.NEG_INF, dtype=wide)
+    largest = q.new_full((len(sequences.rows), heads), NEG_INF, dtype=wide)
     entropy = q.new_zeros(q.shape[:3], dtype=wide)
     for n, (rows, keys) in enumerate(zip(sequences.rows, sequences.keys, strict=True)):
         if rows.stop > rows.start and keys.stop > keys.start and spec.aux:
@@ -102,7 +103,7 @@ def _each(
     def leave_out(begin: int, end: int) -> None:
         if end > begin:
             outs.append(q.new_zeros((1, q.shape[1], end - begin, v.shape[3]), dtype=wide))
-            lses.append(q.new_full((1, q.shape[1], end - begin), reference.NEG_INF, dtype=wide))
+            lses.append(q.new_full((1, q.shape[1], end - begin), NEG_INF, dtype=wide))
 
     end = 0
     for n, (rows, keys) in enumerate(zip(sequences.rows, sequences.keys, strict=True)):

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
+from attngen.checks import check_beside
+from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.shard import WHOLE
 from attngen.spec import AttentionSpec
 from attngen.values import shown
 
@@ -105,9 +107,7 @@ def refuse_beside(shard: tuple[Any, ...], block_table: Any = None, **beside: Any
                 for name in given
             ]
         )
-    q_start, q_step, k_start, k_step, total_q, total_k = shard
-    ordinary = q_start == 0 and q_step == 1 and k_start == 0 and k_step == 1
-    if not (ordinary and total_q is None and total_k is None):
+    if shard != WHOLE:
         raise UnsupportedSpecError(
             [
                 "q_start, q_step, k_start, k_step and seqlen_*_total with seqused_k are not built "
@@ -163,12 +163,7 @@ def check_lengths(spec: AttentionSpec, q: Tensor, extra: Sequence[Tensor | None]
                 f"{name} must have shape ({', '.join(map(str, shape))}{',' * (dims == 1)}), as "
                 f"{whose} has it, got {got}"
             )
-        if x.dtype != torch.int32:
-            raise DtypeError(f"{name} must be int32, got {x.dtype}; cast it with {name}.int()")
-        if x.device != q.device:
-            raise SpecError(
-                f"{name} is on {x.device} but q is on {q.device}; move it with .to(q.device)"
-            )
+        check_beside(name, x, torch.int32, q)
 
 
 def num_seqs(spec: AttentionSpec, extra: Sequence[Tensor | None]) -> int:

@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from attngen.mask_rules import NAMES, Structure
-from attngen.reference import alignment
+from attngen.softmax_reference import alignment
 from attngen.spec import DESCALES, AttentionSpec
 from attngen.workload import Workload
 

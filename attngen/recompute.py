@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen import calls
+from attngen.dropout_reference import philox_keep
 from attngen.identity import parsed
-from attngen.reference import NEG_INF, _Beside, _beside, philox_keep, seen_lse, visible
+from attngen.settle import numbers_of
+from attngen.softmax_reference import NEG_INF, Beside, beside_of, seen_lse, visible
 from attngen.spec import AttentionSpec
 
 
@@ -25,7 +26,7 @@ class _Whole(NamedTuple):
 
     spec: AttentionSpec
     scale: float
-    beside: _Beside
+    beside: Beside
     q: Tensor
     k: Tensor
     v: Tensor
@@ -174,11 +175,11 @@ def _whole(text_key: str, q: Tensor, k: Tensor, v: Tensor, lists: Any) -> _Whole
     )
     seed = terms.pop("dropout_seed", None)
     scores = ("attn_mask", "bias", "alibi_slopes", "sinks")
-    beside = _beside(spec, *(terms.get(name) for name in scores))
+    beside = beside_of(spec, *(terms.get(name) for name in scores))
     group = q.shape[1] // k.shape[1]
     q, k, v = q.float(), _shared(k, group), _shared(v, group)
 
-    numbers = calls.numbers_of(spec, named, q.shape[2], k.shape[2])
+    numbers = numbers_of(spec, named, q.shape[2], k.shape[2])
     rows, keys = (torch.arange(x.shape[2], device=q.device) for x in (q, k))
     rows = (numbers.get("q_start", 0) + rows * numbers.get("q_step", 1))[:, None]
     keys = numbers.get("k_start", 0) + keys * numbers.get("k_step", 1)

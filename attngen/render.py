@@ -15,7 +15,8 @@ from attngen.decode import DecodeConfig
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.paths import data_dir
-from attngen.spec import FUNCTIONS, AttentionSpec
+from attngen.score_nodes import FUNCTIONS
+from attngen.spec import AttentionSpec
 from attngen.template_spec import TemplateSpec
 from attngen.workload import Direction
 

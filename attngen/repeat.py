@@ -10,7 +10,6 @@ repeated if each tensor that its kernel takes has the address of the argument of
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,16 +18,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from attngen import calls, in_place
-from attngen.calls import Counters
 from attngen.identity import parsed
 from attngen.memory import Memory
-from attngen.resolve import on_reset
+from attngen.remembered import Remembered
+from attngen.settle import Call, Counters
 
 
 class _Known(NamedTuple):
     """How a call is repeated."""
 
-    call: Any
+    call: Call
     """What `calls` remembers of it."""
     memory: list[Memory]
     """Of the results as they are returned, then of the scratch."""
@@ -50,22 +49,9 @@ class _Known(NamedTuple):
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 _CONSTANTS = (bool, int, float, str, type(None))
-_KNOWN: dict[Any, _Known] = {}
-_MAX_KNOWN = 4096
-_LOCK = threading.Lock()
-_resets = 0
+_KNOWN: Remembered[Any, _Known] = Remembered(4096)
 _ALLOCATE: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
 """What code of Inductor allocates with: no dispatcher."""
-
-
-def _forget() -> None:
-    global _resets
-    with _LOCK:
-        _resets += 1
-        _KNOWN.clear()
-
-
-on_reset(_forget)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -113,14 +99,14 @@ def _made(
             bits |= x.data_ptr()
         if bits % 16 == 0 and (known.out is None or _is_apart(known, tensors[known.out], tensors)):
             return _again(known, tensors)
-    resets = _resets
+    resets = _KNOWN.resets
     with calls.watched() as seen:
         result = call(*lead, q, k, v, **named)
     if known is None and len(seen) == 1:
         names = ["q", "k", "v", *(name for name, x in named.items() if type(x) in _PLAIN)]
         found = _learnt(seen[0], dict(zip(names, tensors, strict=True)), result)
         if found is not None:
-            _remember(at, found, resets)
+            _KNOWN.keep(at, found, resets)
     return result
 
 
@@ -257,14 +243,3 @@ def _learnt(launched: calls.Launched, given: dict[str, Tensor], result: Any) -> 
 def _is_same(x: Tensor, y: Tensor) -> bool:
     """Do two tensors that hold something begin at one address, with elements of one dtype?"""
     return x.data_ptr() == y.data_ptr() and x.dtype == y.dtype and x.numel() > 0
-
-
-def _remember(at: Any, known: _Known, resets: int) -> None:
-    """Keep a call, unless what it was resolved from has been forgotten meanwhile."""
-    with _LOCK:
-        if resets != _resets:
-            return
-        if len(_KNOWN) >= _MAX_KNOWN:
-            for oldest in list(_KNOWN)[: _MAX_KNOWN // 2]:
-                del _KNOWN[oldest]
-        _KNOWN[at] = known

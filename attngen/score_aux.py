@@ -10,7 +10,8 @@ from torch import Tensor
 from attngen.checks import check_kinds
 from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
 from attngen.score_capture import KIND_OF
-from attngen.score_functions import Aux, read
+from attngen.score_functions import read
+from attngen.score_nodes import Aux
 from attngen.spec import AttentionSpec
 from attngen.values import shown
 

@@ -8,7 +8,6 @@ not written as operators of `score_ops` is an error that names the operator and 
 from __future__ import annotations
 
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,17 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.score_functions import (
-    INPUTS,
-    MAX_DIMS,
-    RESULTS,
-    Aux,
-    Builder,
-    Function,
-    FunctionText,
-    function,
-)
-from attngen.score_ops import KINDS, OPS, Operand, is_constant, known
+from attngen.score_aten import Writer
+from attngen.score_functions import Function, FunctionText, function
+from attngen.score_nodes import INPUTS, MAX_DIMS, RESULTS, Aux
+from attngen.score_ops import Operand, is_constant
 from attngen.values import shown
 
 KIND_OF = {
@@ -55,6 +47,7 @@ _SIGNATURES = {
     "score_mod": "score_mod(score, b, h, q_idx, k_idx)",
     "mask_mod": "mask_mod(b, h, q_idx, k_idx)",
 }
+_RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "random")
 _SAME = (
     *("view", "_unsafe_view", "reshape", "expand", "squeeze", "unsqueeze", "clone", "detach"),
     *("alias", "lift_fresh", "lift_fresh_copy", "permute", "contiguous", "to", "positive"),
@@ -66,10 +59,6 @@ class _Entry(NamedTuple):
 
     aux: int
     indices: tuple[Operand, ...]
-
-
-class _Refused(SpecError):
-    """Already says all."""
 
 
 def capture(name: str, fn: Callable[..., Any]) -> FunctionText:
@@ -121,7 +110,7 @@ def _traced(name: str, fn: Callable[..., Any]) -> tuple[Function, tuple[Tensor, 
 
 def _function(name: str, tracer: _Tracer, result: Operand) -> tuple[Function, tuple[Tensor, ...]]:
     """The function without the tensors that its result does not need."""
-    made = function(name, tracer.builder, result)
+    made = function(name, tracer.writer.builder, result)
     used = {int(node.args[0][3:]) for node in made.nodes if node.op == "index"}
     kept = sorted(used)
     renamed = {f"aux{old}": f"aux{new}" for new, old in enumerate(kept)}
@@ -153,9 +142,9 @@ class _Stand(TorchFunctionMode):
                     x = x.select(0, item) if is_number else torch.ops.aten.index.Tensor(x, [item])
                 return x
             what = "x[i] with more than ints and 0-d int tensors"
-            raise self.tracer.unsupported(what, "only single entries are read")
+            raise self.tracer.writer.unsupported(what, "only single entries are read")
         if func is Tensor.__setitem__:
-            raise self.tracer.unsupported("x[i] = y")
+            raise self.tracer.writer.unsupported("x[i] = y")
         self.tracer.called = _name_of(func)
         return func(*args, **kwargs)
 
@@ -176,14 +165,12 @@ class _Tracer(TorchDispatchMode):
     def __init__(self, who: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch types none
         self.who = who
-        self.builder = Builder()
+        self.writer = Writer(who)
         self.tensors: list[Tensor] = []
         self.values: dict[int, Any] = {}
         self.called = ""
         self._stands: dict[int, Tensor] = {}
         self._alive: list[Tensor] = []
-
-    # ---- tensors and what they stand for -------------------------------------------------------
 
     def value(self, x: Tensor, operand: Any) -> Tensor:
         """x, from now on known as `operand`."""
@@ -212,7 +199,7 @@ class _Tracer(TorchDispatchMode):
             self._stands[id(x)] = self.value(stand, _Entry(len(self.tensors), ()))
             self._alive.append(x)
             self.tensors.append(x)
-            self.builder.aux.append(Aux(kind, x.dim()))
+            self.writer.builder.aux.append(Aux(kind, x.dim()))
         return self._stands[id(x)]
 
     def operand_of(self, x: Any, must: str) -> Operand:
@@ -220,20 +207,17 @@ class _Tracer(TorchDispatchMode):
         if not isinstance(x, Tensor):
             if isinstance(x, (bool, int, float)):
                 return x
-            raise self.unsupported(self.called, f"an operand is {shown(x)}")
+            raise self.writer.unsupported(self.called, f"an operand is {shown(x)}")
         if x.dim() != 0:
             raise SpecError(f"{must}, got shape {tuple(x.shape)}")
         if id(x) not in self.values:
-            raise self.unsupported(self.called, "it makes a tensor of its own")
+            raise self.writer.unsupported(self.called, "it makes a tensor of its own")
         found = self.values[id(x)]
-        return self.builder.index(found.aux, found.indices) if isinstance(found, _Entry) else found
-
-    def unsupported(self, what: str, why: str = "kernels do not have it") -> UnsupportedSpecError:
-        names = ", ".join(known())
-        reason = f"{self.who} uses {what}, but {why}; operators on 0-d tensors are {names}"
-        return UnsupportedSpecError([reason])
-
-    # ---- operators -----------------------------------------------------------------------------
+        return (
+            self.writer.builder.index(found.aux, found.indices)
+            if isinstance(found, _Entry)
+            else found
+        )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -245,7 +229,7 @@ class _Tracer(TorchDispatchMode):
                 "x, y), and &, | and ~ between conditions"
             )
         if not func._schema.name.startswith(("aten::", "prims::")):
-            raise self.unsupported(func._schema.name)
+            raise self.writer.unsupported(func._schema.name)
         tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         for x in args:
             if isinstance(x, (list, tuple)):
@@ -253,9 +237,9 @@ class _Tracer(TorchDispatchMode):
         is_literal = name.startswith("lift_fresh") and id(args[0]) not in self.values
         if is_literal or all(is_constant(self.values.get(id(x))) for x in tensors):
             return self._constant(func, name, args, kwargs)
-        out = func(*tree_map(_as_meta, args), **{**kwargs, **_ON_META(func)})
+        out = func(*tree_map(_as_meta, args), **{**kwargs, **_on_meta(func)})
         if not isinstance(out, Tensor):
-            raise self.unsupported(f"aten.{name}")
+            raise self.writer.unsupported(f"aten.{name}")
         if name in ("index", "select"):
             return self._indexed(name, args, out)
         is_new = not name.endswith("_")
@@ -273,15 +257,15 @@ class _Tracer(TorchDispatchMode):
             if x.dim() != 0:
                 raise self._dims(name, x)
         if not is_new and isinstance(self.values.get(id(args[0])), _Entry):
-            raise self.unsupported(f"aten.{name}", "it writes to a tensor that it reads")
-        operand = self._operator(base, func, args, kwargs, out)
+            raise self.writer.unsupported(f"aten.{name}", "it writes to a tensor that it reads")
+        operand = self._operator(base, args, kwargs, out)
         if not is_new:
             self.values[id(args[0])] = operand
             return args[0]
         return self.value(out, operand)
 
     def _dims(self, name: str, x: Tensor) -> UnsupportedSpecError:
-        return self.unsupported(
+        return self.writer.unsupported(
             f"aten.{name} on a tensor of {x.dim()} dims",
             "only single entries are read: index each dim, as in table[h, q_idx]",
         )
@@ -289,12 +273,14 @@ class _Tracer(TorchDispatchMode):
     def _constant(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Tensor:
         """What depends on no input is computed at once."""
         if name.removesuffix("_") in _RANDOM:
-            raise self.unsupported(f"aten.{name}", "it is random")
-        if "device" in kwargs or _ON_META(func):
+            raise self.writer.unsupported(f"aten.{name}", "it is random")
+        if "device" in kwargs or _on_meta(func):
             kwargs["device"] = torch.device("cpu")
         out = func(*tree_map(self._as_number, args), **kwargs)
         if not isinstance(out, Tensor) or out.dim() != 0:
-            raise self.unsupported(f"aten.{name}", "it makes a tensor that is no single number")
+            raise self.writer.unsupported(
+                f"aten.{name}", "it makes a tensor that is no single number"
+            )
         return self.value(out, out.item())
 
     def _as_number(self, x: Any) -> Any:
@@ -307,7 +293,7 @@ class _Tracer(TorchDispatchMode):
         x = args[0]
         entry = self.values.get(id(x))
         if not isinstance(entry, _Entry):
-            raise self.unsupported(f"aten.{name}", "it indexes a computed tensor")
+            raise self.writer.unsupported(f"aten.{name}", "it indexes a computed tensor")
         if name == "select":
             if args[1] not in (0, -x.dim()):
                 raise self._dims(name, x)
@@ -318,163 +304,21 @@ class _Tracer(TorchDispatchMode):
         at = tuple(self.operand_of(y, f"{self.who}: an index must have no dims") for y in items)
         return self.value(out, _Entry(entry.aux, (*entry.indices, *at)))
 
-    def _operator(
-        self, name: str, func: Any, args: Any, kwargs: dict[str, Any], out: Tensor
-    ) -> Operand:
+    def _operator(self, name: str, args: Any, kwargs: dict[str, Any], out: Tensor) -> Operand:
         """The value of an operator of 0-d tensors."""
-        given = [
-            self.operand_of(x, f"{self.who}: operands must have no dims")
-            if isinstance(x, (Tensor, bool, int, float))
-            else x
-            for x in args
-        ]
+        must = f"{self.who}: operands must have no dims"
+        numbers = (Tensor, bool, int, float)
+        given = [self.operand_of(x, must) if isinstance(x, numbers) else x for x in args]
+        named = {
+            name: self.operand_of(x, must) if isinstance(x, Tensor) else x
+            for name, x in kwargs.items()
+        }
         kind = _COMPUTED.get(out.dtype)
         if kind is None:
-            raise self.unsupported(
+            raise self.writer.unsupported(
                 f"{out.dtype}", "kernels compute in float32, int32, int64 and bool"
             )
-        return self._of_kind(kind, self._written(name, given, kwargs, kind))
-
-    def _of_kind(self, kind: str, x: Operand) -> Operand:
-        """x as PyTorch has it: of another integer type where a typed constant decides."""
-        if is_constant(x) or self.builder.kind(x) == kind:
-            return x
-        return self.builder.add(kind, x)
-
-    def _written(self, name: str, x: list[Any], kwargs: dict[str, Any], kind: str) -> Operand:
-        """Statements for an operator whose result is of a kind."""
-        add = self.builder.add
-        if name in _LIKE:
-            return _LIKE[name](x, kind)
-        if name in ("_to_copy", "convert_element_type"):
-            return self._of_kind(kind, x[0])
-        if name in ("add", "sub", "rsub"):
-            first, second = (x[1], x[0]) if name == "rsub" else x[:2]
-            alpha = x[2] if len(x) > 2 else kwargs.get("alpha", 1)
-            if alpha != 1:
-                scaled = self._add_of("mul", kind, x[0] if name == "rsub" else x[1], alpha)
-                first, second = (first, scaled) if name != "rsub" else (x[1], scaled)
-            op = "add" if name == "add" else "sub"
-            return (
-                add("or", first, second)
-                if kind == "bool"
-                else self._add_of(op, kind, first, second)
-            )
-        if name == "mul":
-            return add("and", *x[:2]) if kind == "bool" else self._add_of("mul", kind, *x[:2])
-        if name in ("div", "true_divide"):
-            mode = kwargs.get("rounding_mode")
-            if mode == "floor":
-                return self._add_of("floordiv", kind, *x[:2])
-            ratio = add("div", *x[:2])
-            return ratio if mode is None else self._of_kind(kind, self._truncated(ratio))
-        if name == "pow":
-            return self._power(x[0], x[1], kind)
-        if name in ("clamp", "clamp_min", "clamp_max"):
-            low, high = [*x[1:], None, None][:2]
-            if name == "clamp_max":
-                low, high = None, low
-            low, high = kwargs.get("min", low), kwargs.get("max", high)
-            low, high = (
-                self.operand_of(y, self.who) if isinstance(y, Tensor) else y for y in (low, high)
-            )
-            found = x[0]
-            found = found if low is None else self._add_of("max", kind, found, low)
-            return found if high is None else self._add_of("min", kind, found, high)
-        if name == "masked_fill":
-            return add("where", x[1], x[2], x[0])
-        if name == "where" and len(x) == 3:
-            return add("where", *x)
-        if name in ("isnan", "isinf"):
-            whole = self._of_kind("float", x[0])
-            return (
-                add("ne", whole, whole)
-                if name == "isnan"
-                else add("eq", add("abs", whole), math.inf)
-            )
-        if name.startswith("logical_"):
-            return add(name.removeprefix("logical_"), *(self._of_kind("bool", y) for y in x))
-        if name in _UNARY:
-            return _UNARY[name](self, x[0], kind)
-        if name in ("floor", "ceil", "trunc", "round") and kind != "float":
-            return x[0]
-        for op, each in OPS.items():
-            if name in each.aten and len(x) == each.arity and not kwargs:
-                return add(op, *x) if each.rule != "number" else self._add_of(op, kind, *x)
-        raise self.unsupported(f"aten.{name}")
-
-    def _add_of(self, op: str, kind: str, *x: Operand) -> Operand:
-        """An arithmetic statement whose operands PyTorch takes as of a kind."""
-        if all(is_constant(y) or KINDS.index(self.builder.kind(y)) < KINDS.index(kind) for y in x):
-            own = next(n for n, y in enumerate(x) if not is_constant(y))
-            x = tuple(self.builder.add(kind, y) if n == own else y for n, y in enumerate(x))
-        return self.builder.add(op, *x)
-
-    def _truncated(self, x: Operand) -> Operand:
-        add = self.builder.add
-        return add("where", add("lt", x, 0.0), add("ceil", x), add("floor", x))
-
-    def _power(self, x: Operand, n: Operand, kind: str) -> Operand:
-        add = self.builder.add
-        if is_constant(x):
-            if x <= 0:
-                raise self.unsupported(
-                    "aten.pow", "it takes a positive base or a constant exponent"
-                )
-            return add("exp2", add("mul", self._of_kind("float", n), math.log2(x)))
-        if not is_constant(n):
-            raise self.unsupported(
-                "aten.pow",
-                "it takes a constant base or exponent (torch.exp2(y * torch.log2(x)) is x**y of a "
-                "positive x)",
-            )
-        if float(n) == int(n) and abs(n) <= 16 and (n > 0 or kind == "float"):
-            x, count = self._of_kind(kind, x), abs(int(n))
-            found: Operand = None
-            while count:
-                if count & 1:
-                    found = x if found is None else add("mul", found, x)
-                count >>= 1
-                x = add("mul", x, x) if count else x
-            found = 1.0 if found is None else found
-            return add("div", 1.0, found) if n < 0 else found
-        if kind != "float":
-            raise self.unsupported("aten.pow", "an int takes exponents from 1 to 16")
-        if n == 0.5:
-            return add("sqrt", x)
-        return add("exp2", add("mul", add("log2", x), float(n)))
-
-
-def _sign(t: _Tracer, x: Operand, kind: str) -> Operand:
-    add, one = t.builder.add, 1.0 if kind == "float" else 1
-    return t._of_kind(
-        kind, add("where", add("gt", x, 0), one, add("where", add("lt", x, 0), -one, 0 * one))
-    )
-
-
-_UNARY: dict[str, Callable[[_Tracer, Operand, str], Operand]] = {
-    "reciprocal": lambda t, x, kind: t.builder.add("div", 1.0, x),
-    "square": lambda t, x, kind: t.builder.add("mul", x, x),
-    "relu": lambda t, x, kind: t.builder.add("where", t.builder.add("le", x, 0), 0, x),
-    "silu": lambda t, x, kind: t.builder.add("mul", x, t.builder.add("sigmoid", x)),
-    "sign": _sign,
-    "trunc": lambda t, x, kind: t._truncated(x) if kind == "float" else x,
-}
-_LIKE: dict[str, Callable[[list[Any], str], Operand]] = {
-    "full_like": lambda x, kind: _plain(x[1], kind),
-    "zeros_like": lambda x, kind: _plain(0, kind),
-    "ones_like": lambda x, kind: _plain(1, kind),
-    "new_zeros": lambda x, kind: _plain(0, kind),
-    "new_ones": lambda x, kind: _plain(1, kind),
-    "new_full": lambda x, kind: _plain(x[2], kind),
-}
-
-
-_RANDOM = ("rand", "randn", "randint", "randperm", "bernoulli", "normal", "uniform", "random")
-
-
-def _plain(x: Any, kind: str) -> Operand:
-    return {"bool": bool, "float": float}.get(kind, int)(x)
+        return self.writer.of_kind(kind, self.writer.written(name, given, named, kind))
 
 
 def _as_meta(x: Any) -> Any:
@@ -485,6 +329,6 @@ def _as_meta(x: Any) -> Any:
     return x
 
 
-def _ON_META(func: Any) -> dict[str, Any]:
+def _on_meta(func: Any) -> dict[str, Any]:
     names = {argument.name for argument in func._schema.arguments}
     return {"device": torch.device("meta")} if "device" in names else {}

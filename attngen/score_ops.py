@@ -233,7 +233,7 @@ OPS: dict[str, Op] = {
     "float": Op("cast", "{0}.to(tl.float32)", "{0}.to(FLOAT)"),
 }
 
-# What else is taken apart into these: by `score_capture`, which the docs' list follows.
+# What else is taken apart into these: by `score_aten`, which the docs' list follows.
 ALSO = (
     "add", "sub", "rsub", "mul", "div", "reciprocal", "square", "pow", "clamp", "clamp_min",
     "clamp_max", "relu", "silu", "sign", "trunc", "where", "masked_fill", "isnan", "isinf",

@@ -7,18 +7,122 @@ or of one for each batch row. Kernels take views of full shape, whose stride is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attngen import packed, paged
-from attngen.errors import UnsupportedSpecError
+from attngen.checks import check_place
+from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
 from attngen.masks import MASK_FIELDS, placed_mask
 from attngen.memory import on_16_bytes
 from attngen.spec import KV_DESCALES, AttentionSpec
 
+SCORE_FIELDS = {
+    "attn_mask": "attn_mask",
+    "bias": "bias",
+    "alibi_slopes": "alibi",
+    "sinks": "sinks",
+}
+"""Tensor arguments, in the order of the op's `extra`, and their spec fields."""
+BIAS_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 SUM_KEYS = 16
 """Keys of the smallest tile: each has a sum of its own in `slope_sums`."""
+
+
+def check_scores(
+    q: Tensor,
+    k: Tensor,
+    attn_mask: Any,
+    bias: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    num_seqs: int | None = None,
+) -> dict[str, Tensor]:
+    """The tensors that act on scores, as the op takes them, by name: views of 4 dims, each
+    1 or full, or (1 or batch, num_heads_q).
+
+    Args:
+        q, k: (batch, heads, seqlen, dim).
+        num_seqs: of packed sequences, which count as batch.
+    """
+    found: dict[str, Tensor] = {}
+    if attn_mask is not None:
+        check_place("attn_mask", attn_mask, q)
+        if attn_mask.dtype != torch.bool:
+            raise DtypeError(_no_mask(attn_mask.dtype))
+        found["attn_mask"] = _check_tile("attn_mask", attn_mask, q, k)
+    if bias is not None:
+        check_place("bias", bias, q)
+        if bias.dtype not in BIAS_DTYPES:
+            raise DtypeError(_no_bias(bias.dtype))
+        found["bias"] = _check_tile("bias", bias, q, k)
+    for name, x in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
+        if x is not None:
+            found[name] = _check_heads(name, x, q, num_seqs)
+    return found
+
+
+def _no_mask(dtype: torch.dtype) -> str:
+    step = "write attn_mask.bool(), where True is a key that may be seen"
+    if dtype.is_floating_point:
+        step = "pass a mask that is added to the scores as bias=, which has a gradient, too"
+    return f"attn_mask must be bool, got {dtype}; {step}"
+
+
+def _no_bias(dtype: torch.dtype) -> str:
+    step = "pass a mask as attn_mask=" if dtype == torch.bool else "cast it with bias.float()"
+    return f"bias must be float16, bfloat16 or float32, got {dtype}; {step}"
+
+
+def _check_tile(name: str, x: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """A view of 4 dims of what is broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k)."""
+    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    tile = x
+    while tile.dim() < 4:
+        tile = tile.unsqueeze(0)
+    if tile.dim() > 4 or not fits(tile.shape, full):
+        batch, heads, rows, keys = full
+        step = "make each dim 1 or full"
+        if x.shape == (batch, keys):
+            step = f"write a mask of keys as {name}[:, None, None, :]"
+        elif x.shape == (batch, rows, keys):
+            step = f"give it a dim for the heads, {name}[:, None]"
+        elif x.shape == (batch, rows, heads, keys):
+            step = f"the heads come before the rows in each layout, {name}.transpose(1, 2)"
+        elif x.shape == (batch, k.shape[1], rows, keys):
+            step = (
+                f"repeat it for each query head, {name}.repeat_interleave({heads // k.shape[1]}, 1)"
+            )
+        raise SpecError(
+            f"{name} must be broadcastable to (batch, num_heads_q, seqlen_q, seqlen_k) {full}, got "
+            f"shape {tuple(x.shape)}; {step}"
+        )
+    return tile
+
+
+def fits(shape: Sequence[int], full: Sequence[int]) -> bool:
+    """Is each dim 1 or full?"""
+    return all(size == 1 or size == most for size, most in zip(shape, full, strict=True))
+
+
+def _check_heads(name: str, x: Any, q: Tensor, num_seqs: int | None) -> Tensor:
+    """A number for each query head, as (1 or batch, num_heads_q)."""
+    check_place(name, x, q)
+    if not x.is_floating_point() or x.element_size() == 1:
+        raise DtypeError(
+            f"{name} must be of a float dtype of 16 bits or more, got {x.dtype}; cast it with "
+            f"{name}.float()"
+        )
+    batch, heads = q.shape[0] if num_seqs is None else num_seqs, q.shape[1]
+    rows: Tensor = x.unsqueeze(0) if x.dim() == 1 else x
+    if rows.dim() != 2 or rows.shape[1] != heads or (rows.shape[0] != 1 and rows.shape[0] != batch):
+        raise SpecError(
+            f"{name} must have shape (num_heads_q,) {(heads,)} or (batch, num_heads_q) "
+            f"{(batch, heads)}, got {tuple(x.shape)}; it holds one number for each query head"
+        )
+    return rows
 
 
 def placed(

@@ -1,4 +1,4 @@
-"""AttentionSpec: *what* is computed. The only place that validates it.
+"""AttentionSpec: *what* is computed.
 
 Imports neither torch nor triton. Numbers that a kernel takes at run time (softmax_scale, softcap,
 dropout_p, window sizes) are fields here but never reach the emitted text: `spec.text` forgets
@@ -11,32 +11,17 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from attngen.errors import SpecError, UnsupportedSpecError, nearest
-from attngen.head_dim import MAX_HEAD_DIM, MAX_HEAD_DIM_V, Part, split_behind, split_head_dim
-from attngen.score_functions import Aux, Function, FunctionText, read
-from attngen.values import (
-    MAX_POSITION,
-    cap_number,
-    flag,
-    plain,
-    probability,
-    scale_number,
-    shown,
-    whole,
-    window_sides,
-)
+from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.head_dim import Part, split_behind, split_head_dim
+from attngen.score_functions import Function, function_text, read
+from attngen.score_nodes import FUNCTIONS, Aux
+from attngen.spec_line import changed, read_line, written
+from attngen.spec_rules import check, refuse_unknown, side_outputs, unbuilt
+from attngen.values import cap_number, plain, probability, scale_number, shown, window_sides
 
 if TYPE_CHECKING:
     from attngen.workload import Direction
 
-DTYPES = ("float16", "bfloat16", "float32")
-FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
-CAUSAL = (False, True, "bottom_right", "top_left")
-LAYOUTS = ("bhsd", "bshd", "thd")
-PRECISIONS = ("ieee", "tf32")
-FP8_SCALES = (None, "tensor", "head", "block")
-KV_DTYPES = (None, "float8_e4m3fn", "int8")
-KV_SCALES = (None, "tensor", "head", "key")
 SCALE_ROWS = 128
 """Rows that share a scale with fp8_scale="block"."""
 MAP_TILE = 128
@@ -44,9 +29,6 @@ MAP_TILE = 128
 DESCALES = ("q_descale", "k_descale", "v_descale")
 KV_DESCALES = ("k_descale", "v_descale")
 GRADIENT_ARGS = ("bias", "alibi_slopes", "sinks")
-AUX = ("max_logit", "col_sum", "entropy")
-"""Side outputs that kernels write beside lse, in the order of the op's results."""
-FUNCTIONS = ("score_mod", "mask_mod")
 PACKED_ARGS = ("cu_seqlens_q", "cu_seqlens_k", "seqused_q", "seqused_k")
 """Of packed sequences; a call may leave the last two out."""
 
@@ -136,9 +118,6 @@ class AttentionSpec:
         aux: side outputs of the forward: "max_logit", "col_sum", "entropy". A call's return_aux
             says which, and is these where it is left out.
 
-    The remaining fields are part of the public API, but their kernels are not built yet: turning
-    one on raises UnsupportedSpecError.
-
     Raises:
         SpecError: a value is out of range or a field is unknown.
         UnsupportedSpecError: a legal combination that is not built; lists every reason.
@@ -181,7 +160,7 @@ class AttentionSpec:
                 f"AttentionSpec takes its fields by name, got {shown(args[0])}; write "
                 "AttentionSpec(head_dim=128, causal=True)"
             )
-        _refuse_unknown(named)
+        refuse_unknown(named, FIELDS)
         if "head_dim" not in named:
             raise SpecError("the spec lacks head_dim; write AttentionSpec(head_dim=128)")
         return super().__new__(cls)
@@ -214,37 +193,11 @@ class AttentionSpec:
             put("softmax_scale", scale_number("softmax_scale", self.softmax_scale))
         if self.softcap is not None:
             put("softcap", cap_number(self.softcap, self.softmax_scale))
-        put("aux", _side_outputs(self.aux))
+        put("aux", side_outputs(self.aux))
         if self.paged is True:  # which has lengths anyway
             put("key_lengths", False if self.key_lengths is True else self.key_lengths)
-        _validate(self)
-        reasons: list[str] = []
-        if self.is_fp8:
-            named = {"attn_mask": self.attn_mask, "bias": self.bias, "alibi": self.alibi}
-            named["sinks"] = self.sinks
-            named |= {name: getattr(self, name) is not None for name in FUNCTIONS}
-            reasons += [
-                f"{name} with FP8 inputs is not built yet; dequantise them and use bfloat16"
-                for name, is_on in named.items()
-                if is_on
-            ]
-        if self.is_fp8 and "col_sum" in self.aux:
-            reasons.append(
-                "aux=col_sum with FP8 inputs is not built yet; dequantise them and use bfloat16"
-            )
-        if self.block_map and "col_sum" in self.aux:
-            reasons.append("aux=col_sum with block_map is not built yet; leave one of them out")
-        if self.block_map:
-            reasons += [
-                f"block_map with {name} is not built yet; say it by mask_mod"
-                for name in ("prefix_lm", "documents", "tree_mask")
-                if getattr(self, name)
-            ]
-        if self.is_packed or self.packs_queries:
-            reasons += _unpacked(self)
-        if self.has_lengths or self.shared_kv or self.is_quantized:
-            reasons += undecoded(self)
-        if reasons:
+        check(self)
+        if reasons := unbuilt(self):
             raise UnsupportedSpecError(reasons)
 
     @property
@@ -334,8 +287,7 @@ class AttentionSpec:
     @property
     def captured(self) -> tuple[Any, ...] | None:
         """The tensors that functions brought along when this spec was made, in the order of
-        `function_tensors`;
-        None if it was read from a text."""
+        `function_tensors`; None if it was read from a text."""
         found: list[Any] = []
         for text, each in (
             (self.score_mod, self.score_function),
@@ -472,15 +424,6 @@ class AttentionSpec:
         return 3 if self.weighs_rows else 2
 
     @property
-    def largest(self) -> float:
-        """The largest finite number of the dtype."""
-        return {
-            "float16": 65504.0,
-            "bfloat16": 3.3895313892515355e38,
-            "float32": 3.4028234663852886e38,
-        }[self.dtype]
-
-    @property
     def tensor_args(self) -> tuple[str, ...]:
         """Names of the entries of the op's `extra` list, in order."""
         given = {
@@ -567,12 +510,12 @@ class AttentionSpec:
     @property
     def text_key(self) -> str:
         """`text` as a string, with `any` for each forgotten number; `parse` reads it back."""
-        return _format(self.text, forget=True)
+        return written(self.text, forget=True)
 
     @property
     def key(self) -> str:
         """The whole spec as one line, non-default fields only; `parse` reads it back."""
-        return _format(self)
+        return written(self)
 
     def __str__(self) -> str:
         return self.key
@@ -580,30 +523,11 @@ class AttentionSpec:
     @classmethod
     def parse(cls, line: str) -> AttentionSpec:
         """Read `head_dim=128,dtype=bfloat16,causal=true,window=1023:0,softcap=any`."""
-        if not isinstance(line, str):
-            raise SpecError(
-                f"a spec line must be a str, got {shown(line)}; write one as "
-                "head_dim=128,dtype=bfloat16,causal=true"
-            )
-        named: dict[str, Any] = {}
-        for item in filter(None, (piece.strip() for piece in line.split(","))):
-            name, equals, value = item.partition("=")
-            if not equals:
-                raise SpecError(
-                    f"spec item {item!r} has no '='; write a spec as "
-                    "head_dim=128,dtype=bfloat16,causal=true"
-                )
-            if name in named:
-                raise SpecError(f"spec field {name!r} is given twice; keep one")
-            _refuse_unknown({name: value})
-            named[name] = _parse_value(name, value.strip())
-        if "head_dim" not in named:
-            raise SpecError(f"spec {line!r} lacks head_dim; begin it with head_dim=128")
-        return cls(**named)
+        return cls(**read_line(line, FIELDS))
 
     def to_json(self) -> str:
         """One line of JSON, non-default fields only."""
-        return json.dumps({f.name: getattr(self, f.name) for f in _changed(self)})
+        return json.dumps({f.name: getattr(self, f.name) for f in changed(self)})
 
     @classmethod
     def from_json(cls, line: str) -> AttentionSpec:
@@ -624,243 +548,5 @@ class AttentionSpec:
 FIELDS = {f.name: f for f in fields(AttentionSpec)}
 
 
-def _side_outputs(names: Any) -> tuple[str, ...]:
-    """Names of side outputs in their one order, without "lse", which is always there."""
-    if isinstance(names, str):
-        names = names.split(":")
-    if not isinstance(names, (tuple, list)):
-        raise SpecError(f'aux must be a tuple of names, got {shown(names)}; write ("entropy",)')
-    for name in names:
-        if not isinstance(name, str) or name not in (*AUX, "lse"):
-            hint = nearest(name, AUX) if isinstance(name, str) else ""
-            raise SpecError(f"aux must name {', '.join(AUX)}, got {shown(name)}{hint}")
-    return tuple(name for name in AUX if name in names)
-
-
 class _PositionalError(SpecError, TypeError):
     """A field given by position: a TypeError too, as of any keyword-only argument."""
-
-
-def _refuse_unknown(named: dict[str, Any]) -> None:
-    for name in named:
-        if name not in FIELDS:
-            raise SpecError(
-                f"unknown spec field {name!r}{nearest(name, FIELDS)}; fields: {', '.join(FIELDS)}"
-            )
-
-
-def _validate(spec: AttentionSpec) -> None:
-    for name, most in (("head_dim", MAX_HEAD_DIM), ("head_dim_v", MAX_HEAD_DIM_V)):
-        step = "split the heads or use a smaller head dim"
-        if name == "head_dim_v" and spec.head_dim_v == spec.head_dim:
-            step = f"give head_dim_v, at most {most}, for a head_dim above it"
-        whole(name, getattr(spec, name), 1, most, step)
-    _one_of(spec, "dtype", DTYPES + FP8_DTYPES)
-    _one_of(spec, "layout", LAYOUTS)
-    _one_of(spec, "precision", PRECISIONS)
-    _one_of(spec, "fp8_scale", FP8_SCALES)
-    _one_of(spec, "causal", CAUSAL)
-    _one_of(spec, "kv_dtype", KV_DTYPES)
-    _one_of(spec, "kv_scale", KV_SCALES)
-    if (spec.kv_dtype is None) != (spec.kv_scale is None):
-        raise SpecError(
-            f"kv_dtype and kv_scale go together, got {spec.kv_dtype!r} and {spec.kv_scale!r}; add "
-            'kv_scale="tensor", "head" or "key" to a kv_dtype, or leave both out'
-        )
-    if spec.kv_dtype is not None and spec.dtype not in ("float16", "bfloat16"):
-        raise SpecError(
-            f"kv_dtype={spec.kv_dtype!r} needs dtype float16 or bfloat16, which q and out have, "
-            f"got {spec.dtype!r}"
-        )
-    if spec.dtype in FP8_DTYPES and spec.fp8_scale is None:
-        raise SpecError(
-            f"dtype={spec.dtype!r} needs fp8_scale, which says what shares a scale; add "
-            'fp8_scale="tensor", "head" or "block", or compute in bfloat16'
-        )
-    if spec.dtype not in FP8_DTYPES and spec.fp8_scale is not None:
-        raise SpecError(
-            f"fp8_scale={spec.fp8_scale!r} needs an FP8 dtype, got dtype={spec.dtype!r}; add "
-            f"dtype={FP8_DTYPES[0]!r} or {FP8_DTYPES[1]!r}, or leave fp8_scale out"
-        )
-    if spec.deterministic is not None:
-        flag("deterministic", spec.deterministic, "None, True or False")
-    if spec.chunk is not None:
-        whole("chunk", spec.chunk, 1, MAX_POSITION)
-    if spec.shared_kv is True and spec.head_dim_v >= spec.head_dim:
-        raise SpecError(
-            "shared_kv=True needs head_dim_v below head_dim: v is k's first columns, got head_dim="
-            f"{spec.head_dim} and head_dim_v={spec.head_dim_v}"
-        )
-    if spec.prefix_lm and spec.causal is False:
-        raise SpecError(
-            "prefix_lm=True needs causal, which it widens, got causal=False; add causal=True, or "
-            "leave prefix_lm out: without causal a query sees the prefix anyway"
-        )
-    if spec.tree_mask and spec.causal == "top_left":
-        raise SpecError(
-            "tree_mask=True needs rows of q and k that are aligned at their ends, where the tree "
-            "is, got causal='top_left'; use causal=True"
-        )
-    for name, field in FIELDS.items():
-        if field.type == "bool":
-            flag(name, getattr(spec, name))
-    if spec.block_map and spec.mask_mod is None:
-        raise SpecError(
-            "block_map=True needs mask_mod, whose tiles it lists, got mask_mod=None; add mask_mod, "
-            "or leave block_map out: causal, window and chunk skip tiles without one"
-        )
-
-
-def function_text(name: str, value: Any) -> Any:
-    """A function as its canonical text, with the tensors it brought along."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        text = read(name, str(value)).text
-        return FunctionText(text, value.tensors) if isinstance(value, FunctionText) else text
-    if not callable(value):
-        raise SpecError(f"{name} must be None or a function, got {shown(value)}")
-    from attngen.score_capture import capture  # torch, which only functions need
-
-    return capture(name, value)
-
-
-def no_pairs(name: str) -> str:
-    """Why packed sequences have no mask and no bias."""
-    return (
-        f'{name} with layout="thd" is refused: it would hold a number for each pair of packed '
-        "rows, most of them of two sequences; call once for each sequence"
-    )
-
-
-def _unpacked(spec: AttentionSpec) -> list[str]:
-    """What packed sequences cannot have."""
-    why = [no_pairs(name) for name in ("attn_mask", "bias") if getattr(spec, name)]
-    beside = ("documents", "tree_mask", "block_map")
-    why += [
-        f'{name} with layout="thd" is not built yet; call once for each sequence'
-        for name in beside
-        if getattr(spec, name)
-    ]
-    if "col_sum" in spec.aux:
-        why.append('aux=col_sum with layout="thd" is not built yet; call once for each sequence')
-    if spec.is_fp8:
-        why.append('FP8 inputs with layout="thd" are not built yet; dequantise them')
-    return why
-
-
-def undecoded(spec: AttentionSpec) -> list[str]:
-    """Why the decode family does not serve a spec; empty if it does."""
-    fields = ("paged", "key_lengths", "shared_kv", "kv_dtype")
-    who = next((name for name in fields if getattr(spec, name)), "decode")
-    if spec.is_quantized:
-        who = "kv_dtype"
-    named = {
-        "dropout_p": spec.has_dropout,
-        "FP8 inputs": spec.is_fp8,
-        'layout="thd"': spec.is_packed or (spec.packs_queries and not spec.paged),
-        "documents": spec.documents,
-        "score_mod": spec.score_mod is not None,
-        "mask_mod": spec.mask_mod is not None,
-        "aux": bool(spec.aux),
-        "attn_mask": spec.attn_mask and spec.paged,
-        "bias": spec.bias and spec.paged,
-        "shared_kv": spec.shared_kv and spec.is_quantized,
-        "an odd head_dim_v": spec.is_quantized and spec.head_dim_v % 2 == 1,
-        "a head_dim_v of parts that are no powers of two from 16 on": spec.shared_kv
-        and any(part.padded for part in spec.v_parts),
-    }
-    steps = {
-        "paged": "gather the pages into dense k and v, and leave paged out",
-        "key_lengths": "leave key_lengths out, and hide the keys by attn_mask",
-        "shared_kv": "leave shared_kv out",
-        "kv_dtype": "dequantise k and v, and leave kv_dtype and kv_scale out",
-        "decode": "the forward serves it",
-    }
-    own = {("FP8 inputs", who): "dequantise them and use bfloat16"}
-    own['layout="thd"', "key_lengths"] = "leave key_lengths out: seqused_k of packed calls says it"
-    return [
-        f"{name} with {who} is not built yet; {own.get((name, who), steps[who])}"
-        for name, is_on in named.items()
-        if is_on
-    ]
-
-
-def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:
-    value = getattr(spec, name)
-    if any(type(value) is type(a) and value == a for a in allowed):
-        return
-    hint = ""
-    if isinstance(value, str):
-        hint = nearest(value, [a for a in allowed if isinstance(a, str)])
-    if True in allowed and str(value).lower() in ("true", "false", "1", "0"):
-        hint = f"; write {name}={str(value).lower() in ('true', '1')}"
-    raise SpecError(f"{name} must be one of {_list(allowed)}, got {shown(value)}{hint}")
-
-
-def _list(allowed: tuple[Any, ...]) -> str:
-    return ", ".join(repr(a) for a in allowed)
-
-
-def _changed(spec: AttentionSpec) -> list[Any]:
-    """Fields that differ from their default; head_dim and dtype always."""
-    always = ("head_dim", "dtype")
-    default = {name: field.default for name, field in FIELDS.items()}
-    default["head_dim_v"] = spec.head_dim
-    return [
-        f for name, f in FIELDS.items() if name in always or getattr(spec, name) != default[name]
-    ]
-
-
-# The numbers that `text` forgets: where one is set, `text_key` shows `any`.
-_FORGOTTEN = {"window": 0, "dropout_p": 0.5, "softcap": 1.0, "chunk": 1}
-
-
-def _format(spec: AttentionSpec, *, forget: bool = False) -> str:
-    items = []
-    for field in _changed(spec):
-        name, value = field.name, getattr(spec, field.name)
-        if name == "deterministic" and not value and forget:
-            continue
-        if name == "window":
-            sides = ["none" if w is None else "any" if forget else str(w) for w in value]
-            text = ":".join(sides)
-        elif name == "aux":
-            text = ":".join(value)
-        elif forget and name in _FORGOTTEN:
-            text = "any"
-        elif isinstance(value, bool):
-            text = str(value).lower()
-        else:
-            text = repr(value) if isinstance(value, float) else str(value)
-        items.append(f"{name}={text}")
-    return ",".join(items)
-
-
-def _parse_value(name: str, text: str) -> Any:
-    if name in FUNCTIONS:
-        return None if text.lower() in ("none", "") else text
-    if name == "window":
-        if text.lower() == "none":
-            return None
-        sides = text.split(":")
-        if len(sides) != 2:
-            raise SpecError(f"window must be LEFT:RIGHT, as 1023:0 or 511:none, got {text!r}")
-        return tuple(_parse_scalar(name, side) for side in sides)
-    return _parse_scalar(name, text)
-
-
-def _parse_scalar(name: str, text: str) -> Any:
-    low = text.lower()
-    if low == "any" and name in _FORGOTTEN:
-        return _FORGOTTEN[name]
-    if low in ("none", ""):
-        return None
-    if low in ("true", "false"):
-        return low == "true"
-    for convert in (int, float):
-        try:
-            return convert(text)
-        except ValueError:
-            continue
-    return text

@@ -15,18 +15,18 @@ import re
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 from sqlite_utils import Database
 
 from attngen.config import KernelConfig
 from attngen.errors import DamagedStoreError, StoreError
-from attngen.owner import is_gone, this_process
+from attngen.owner import this_process
 from attngen.paths import database_path
-from attngen.record_checks import Origin, Status, trial_problem
+from attngen.record_checks import Origin, Status
 from attngen.records import Record, RecordKey, now, preference, warn_once
 from attngen.schema import (
     PROC_MOUNTS,
@@ -37,38 +37,20 @@ from attngen.schema import (
     open_writer,
     refuse_place,
 )
+from attngen.trials import (
+    MAX_CRASHES,
+    Outcome,
+    Trial,
+    best_first,
+    is_timed,
+    quarantine_reason,
+    trial_of,
+    worth,
+)
 
-Outcome = Literal["ok", "failed", "crashed", "skipped"]
-
-MAX_CRASHES = 2
 MAX_REASON = 2000
 
 _JSON_COLUMNS = ("config", "clocks_mhz", "provenance")
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One config tried for one key."""
-
-    config: dict[str, Any]
-    config_key: str
-    status: Status
-    median_us: float | None
-    spread_us: float | None
-    reason: str | None
-    """Why it failed, was skipped or quarantined."""
-    crashes: int
-    origin: Origin
-    date: str
-    workload: str | None = None
-    """Which of the bucket's sizes it was timed on; None where that was not stored."""
-    owner: str | None = None
-    """The process that runs it, as `owner.this_process` writes it; None if none does."""
-
-    @property
-    def was_left(self) -> bool:
-        """Did the process that ran it end without a verdict?"""
-        return self.status == "running" if self.owner is None else is_gone(self.owner)
 
 
 class Store:
@@ -175,10 +157,10 @@ class Store:
             crashes = (old.crashes if old else 0) + died
             reason = "the process ended while this config ran" if died else None
             if crashes >= MAX_CRASHES:
-                reason = _quarantine_reason(crashes, reason)
+                reason = quarantine_reason(crashes, reason)
                 return self._put_trial(key, config, "quarantined", reason=reason, crashes=crashes)
             owner = this_process()
-            if old is not None and _is_timed(old):
+            if old is not None and is_timed(old):
                 self._update_trial(key, config, owner=owner, crashes=crashes)
                 return replace(old, status="running", owner=owner, crashes=crashes)
             return self._put_trial(
@@ -220,7 +202,7 @@ class Store:
             old = self._trial(key, config)
             if old is not None and origin == "predicted" and old.origin == "measured":
                 return old
-            if old is not None and status == "skipped" and _is_timed(old):
+            if old is not None and status == "skipped" and is_timed(old):
                 self._update_trial(key, config, owner=None)
                 return replace(old, owner=None)
             crashes = (old.crashes if old else 0) + (status == "crashed")
@@ -228,7 +210,7 @@ class Store:
             if old is not None and old.status == "quarantined":
                 stored, reason = old.status, old.reason
             elif crashes >= MAX_CRASHES and status == "crashed":
-                stored, reason = "quarantined", _quarantine_reason(crashes, reason)
+                stored, reason = "quarantined", quarantine_reason(crashes, reason)
             return self._put_trial(
                 key,
                 config,
@@ -265,13 +247,13 @@ class Store:
         """The trials of rows; a damaged one is skipped with a warning."""
         for row in rows:
             try:
-                yield _trial_of(row)
+                yield trial_of(row)
             except StoreError as error:
                 warn_once(f"{self.path}: {error}; it is skipped")
 
     def top(self, key: RecordKey, n: int = 16, workload: str | None = None) -> list[Trial]:
         """The `n` fastest configs that ran and were correct; those timed on `workload` first."""
-        return _best_first(filter(_is_timed, self.trials(key)), workload)[:n]
+        return best_first(filter(is_timed, self.trials(key)), workload)[:n]
 
     def top_of_other_versions(
         self, key: RecordKey, n: int = 16, workload: str | None = None
@@ -285,7 +267,7 @@ class Store:
                 [*(getattr(key, name) for name in same), key.digest],
             )
             best: dict[str, Trial] = {}
-            for trial in _best_first(self._readable(rows), workload):
+            for trial in best_first(self._readable(rows), workload):
                 best.setdefault(trial.config_key, trial)
             return list(best.values())[:n]
 
@@ -388,14 +370,14 @@ class Store:
         good, damaged = [], []
         for row in rows:
             try:
-                _trial_of(row)
+                trial_of(row)
                 good.append(row)
             except StoreError as error:
                 damaged.append(f"{self.path}: {error}")
         return good, damaged
 
     def merge_trials(self, rows: Iterable[dict[str, Any]]) -> tuple[int, int]:
-        """Keep the better row of each key and config (`_worth`), in one transaction.
+        """Keep the better row of each key and config (`worth`), in one transaction.
 
         Returns how many were added and how many replaced one.
         """
@@ -406,7 +388,7 @@ class Store:
             for row in rows:
                 at = row["key_hash"], row["config_key"]
                 old = held.get(at)
-                if old is None or _worth(row) > _worth(old):
+                if old is None or worth(row) > worth(old):
                     table.upsert(row | {"owner": None}, pk=("key_hash", "config_key"))
                     held[at] = row
                     added, replaced = added + (old is None), replaced + (old is not None)
@@ -427,59 +409,6 @@ def _set_aside(path: Path) -> Path:
             if (beside := Path(f"{path}{suffix}")).exists():
                 beside.rename(f"{aside}{suffix}")
     return aside
-
-
-def _quarantine_reason(crashes: int, last: str | None) -> str:
-    return f"crashed {crashes} times; last: {last or 'no reason given'}"
-
-
-def _is_timed(trial: Trial) -> bool:
-    return trial.status == "ok" and trial.median_us is not None
-
-
-def _best_first(trials: Iterable[Trial], workload: str | None) -> list[Trial]:
-    """Those timed on `workload` first. A bucket's sizes differ up to 8-fold, so that times of
-    different ones are compared as multiples of the best of their own."""
-    known = list(trials)
-    best: dict[str | None, float] = {}
-    for trial in known:
-        time = trial.median_us or 0.0
-        best[trial.workload] = min(time, best.get(trial.workload, time))
-
-    def rank(trial: Trial) -> tuple[bool, float, str]:
-        ratio = (trial.median_us or 0.0) / best[trial.workload]
-        return (trial.workload != workload, ratio, trial.config_key)
-
-    return sorted(known, key=rank)
-
-
-def _trial_of(row: dict[str, Any]) -> Trial:
-    """The trial in a row.
-
-    Raises:
-        StoreError: the row is damaged.
-    """
-    where = f"trial {row['key_hash']} {row['config_key']}"
-    try:
-        parsed = row | {"config": json.loads(row["config"])}
-    except (TypeError, ValueError, RecursionError) as error:
-        raise StoreError(f"{where}: config is not JSON ({error})") from None
-    if problem := trial_problem(parsed):
-        raise StoreError(f"{where}: {problem}")
-    return Trial(**{field.name: parsed[field.name] for field in fields(Trial)})
-
-
-def _worth(row: dict[str, Any]) -> tuple[bool, bool, bool, str, str]:
-    """Greater is better, and no two different rows are equal, so that merging is a maximum.
-
-    A readable row before a damaged one, a time before a failure before the rest, then the later.
-    """
-    try:
-        _trial_of(row)
-    except StoreError:
-        return (False, False, False, "", repr(row))
-    timed = row["status"] == "ok" and row["median_us"] is not None
-    return (True, timed, row["status"] == "failed", row["date"], json.dumps(row, sort_keys=True))
 
 
 def _record_of(row: dict[str, Any], where: str) -> Record:

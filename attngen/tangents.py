@@ -7,7 +7,6 @@ which have one is part of its text. It runs by default configs, which are not tu
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -29,9 +28,11 @@ from attngen.gpu import GpuInfo
 from attngen.kernel import Tensors, kernel
 from attngen.memory import addressable, aligned, bshd, float32
 from attngen.paged import refuse_gradients
+from attngen.remembered import Remembered
 from attngen.render import render
-from attngen.resolve import device_index_of, device_info, on_reset
+from attngen.resolve import device_index_of, device_info
 from attngen.score_terms import placed
+from attngen.settle import Call, numbers_of
 from attngen.spec import AttentionSpec
 from attngen.workload import MAX_SIZE, Direction, ceil_pow2
 
@@ -140,17 +141,7 @@ def _excess(spec: AttentionSpec, config: JvpConfig, gpu: GpuInfo) -> list[str]:
     return why
 
 
-_RUNS: dict[tuple[Any, ...], Callable[[Tensors], None]] = {}
-_MAX_RUNS = 1024
-_LOCK = threading.Lock()
-
-
-def _forget() -> None:
-    with _LOCK:
-        _RUNS.clear()
-
-
-on_reset(_forget)
+_RUNS: Remembered[tuple[Any, ...], Callable[[Tensors], None]] = Remembered(1024)
 
 
 def forward(
@@ -182,14 +173,11 @@ def forward(
     extra = placed(spec, extra, q, k)
     tangents = "".join(name for name, _ in moved)
     at = (tangents, *calls.layout_of(text_key, (*inputs, *extra), scalars, ints))
-    run = _RUNS.get(at)
+    run, resets = _RUNS.get(at), _RUNS.resets
     if run is None:
         run = _prepared(spec, tangents, inputs, scalars, ints)
-        with _LOCK:
-            if len(_RUNS) >= _MAX_RUNS:
-                _RUNS.clear()
-            _RUNS[at] = run
-    call = calls.Call(run, device_index_of(q), memory)
+        _RUNS.keep(at, run, resets)
+    call = Call(run, device_index_of(q), memory)
     return calls.launch(call, inputs, extra)
 
 
@@ -209,7 +197,7 @@ def _prepared(
         rows = keys = MAX_SIZE
     config = default(spec, tangents, rows, keys, device_info(device), not addressable(*tiles))
     named = dict(zip(spec.int_args, ints, strict=True))
-    numbers = calls.numbers_of(spec, named, q.shape[2], k.shape[2])
+    numbers = numbers_of(spec, named, q.shape[2], k.shape[2])
     numbers |= zip(spec.scalar_args, scalars, strict=True)
     keywords = tuple(name.removeprefix("dropout_") for name in spec.tensor_args)
     return kernel(spec, config, device is None).prepared(numbers, keywords)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from attngen.score_functions import aux_parameters
+from attngen.score_lines import aux_parameters
 from attngen.spec import AttentionSpec
 from attngen.workload import Direction
 
@@ -17,6 +17,15 @@ class TemplateSpec:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.spec, name)
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number of the dtype."""
+        return {
+            "float16": 65504.0,
+            "bfloat16": 3.3895313892515355e38,
+            "float32": 3.4028234663852886e38,
+        }[self.spec.dtype]
 
     @property
     def compares_rows(self) -> bool:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from attngen.checks import SCORE_FIELDS
 from attngen.errors import SpecError
 from attngen.identity import parsed
 from attngen.masks import MASK_FIELDS
+from attngen.score_terms import SCORE_FIELDS
 from attngen.spec import DESCALES, AttentionSpec
 
 

@@ -7,9 +7,10 @@ torch.compile traces them: a symbolic number passes as it is.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
-from attngen.errors import SpecError
+from attngen.errors import SpecError, nearest
 
 MAX_POSITION = 1 << 30
 """Rows end here, and window sides are cut to it, so that sums of positions stay within 32 bits."""
@@ -42,6 +43,14 @@ def shown(value: Any) -> str:
     except ValueError:  # an int of more digits than Python prints
         text = f"an {type(value).__name__} of thousands of digits"
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """A word among those allowed."""
+    if not isinstance(value, str) or value not in allowed:
+        hint = nearest(value, allowed) if isinstance(value, str) else ""
+        raise SpecError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}{hint}")
+    return value
 
 
 def whole(

@@ -1,6 +1,6 @@
 """Running a spec's kernels against float64 on small and awkward shapes.
 
-The kernel must be about as good as plain PyTorch in the same dtype (`reference.judge`). Without a
+The kernel must be about as good as plain PyTorch in the same dtype (`verdict.judge`). Without a
 GPU the kernels run in Triton's interpreter.
 """
 
@@ -22,6 +22,7 @@ from attngen.mask_rules import made
 from attngen.packed_reference import Sequences
 from attngen.score_reference import example_aux
 from attngen.spec import DESCALES, PACKED_ARGS, AttentionSpec
+from attngen.verdict import FP8_LSE_EPSILON, judge, slopes_slack
 from attngen.workload import Direction, Workload
 
 # Sizes that find mistakes, as (seqlen_q, seqlen_k): one row, no tile divides them, more queries
@@ -139,11 +140,11 @@ def _verify(
             # gradients of float32 slopes and sinks come of results in the spec's dtype
             unit = torch.finfo(actual.dtype if direction == "fwd" else given.dout.dtype).eps
             if name == "lse" and spec.is_fp8:
-                unit = reference.FP8_LSE_EPSILON
+                unit = FP8_LSE_EPSILON
             slack = 0.0
             if name == "dslopes":
-                slack = reference.slopes_slack(workload.seqlen_q, workload.seqlen_k)
-            verdict = reference.judge(actual, wanted, yard, unit, slack)
+                slack = slopes_slack(workload.seqlen_q, workload.seqlen_k)
+            verdict = judge(actual, wanted, yard, unit, slack)
             yield Check(workload, direction, name, *verdict)
 
 

@@ -114,7 +114,7 @@ def test_sdpa_takes_masks_and_biases(named: dict[str, bool], causal: bool) -> No
     ids=lambda spec: spec.key,
 )
 def test_flex_mask_is_the_specs(spec: AttentionSpec) -> None:
-    from attngen.reference import alignment, visible
+    from attngen.softmax_reference import alignment, visible
 
     sizes = Workload(1, 1, 1, 7, 11)
     i, j = torch.arange(7)[:, None], torch.arange(11)

@@ -18,9 +18,9 @@ from attngen.block_map import CONFIG, BlockMap, lists_of, mask_spec
 from attngen.config import infeasible
 from attngen.gpu import by_name
 from attngen.pinned import pinned
-from attngen.reference import alignment, visible
 from attngen.render import render, structural_variants
 from attngen.score_reference import Functions
+from attngen.softmax_reference import alignment, visible
 from attngen.spec import MAP_TILE, AttentionSpec
 from attngen.verify import verify
 from attngen.workload import Workload

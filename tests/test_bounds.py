@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.runtime.interpreter import InterpretedFunction
 
 import attngen
-from attngen import calls
+from attngen import settle
 from attngen.pinned import pinned
 
 BATCH, ROWS, KEYS = 2, 37, 53
@@ -116,7 +116,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], dq: str) -> N
 @pytest.mark.parametrize("dq", ["kernel", "atomic"])
 @pytest.mark.parametrize("options", some(PACKED, "packed-used"))
 def test_packed(options: dict[str, Any], dq: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "check_values", lambda *given: None)  # off where nothing may wait
+    monkeypatch.setattr(settle, "check_values", lambda *given: None)  # off where nothing may wait
     q, k, v = (normal(63, 2, 16) for _ in range(3))
     step(q, k, v, options, dq)
 

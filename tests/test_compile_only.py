@@ -17,7 +17,7 @@ from support import REPO, python
 from attngen import gpu as gpus
 from attngen import hopper, hopper_space, lowering
 from attngen.config import infeasible
-from attngen.ops import parsed
+from attngen.identity import parsed
 from attngen.records import Record, shipped
 from attngen.render import structural_variants
 from attngen.spec import AttentionSpec

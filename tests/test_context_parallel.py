@@ -64,7 +64,7 @@ def test_blocks_cover_what_is_seen_once(
     world, rule = 3, rules(options, totals)
     i, j = torch.arange(totals[0])[:, None], torch.arange(totals[1])
     spec = attngen.AttentionSpec(head_dim=16, **options)
-    from attngen.reference import visible
+    from attngen.softmax_reference import visible
 
     seen = visible(spec, i + rule.align, j)
     for mine in range(world):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import math
 import re
 import subprocess
@@ -26,6 +28,7 @@ DOCUMENTS = [
     for path in sorted((ROOT / folder).glob("*.md"))
 ]
 ALL_DOCUMENTS = "\n".join(path.read_text() for path in DOCUMENTS)
+DESIGN = (ROOT / "docs" / "design.md").read_text()
 NAMES = {command.name for command in COMMANDS}
 
 
@@ -150,13 +153,48 @@ def test_worked_example_of_the_online_softmax():
 
 
 def test_modules_named_in_the_design_exist():
-    text = (ROOT / "docs" / "design.md").read_text()
-    for name in re.findall(r"`(\w+\.py)`", text):
+    for name in re.findall(r"`(\w+\.py)`", DESIGN):
         places = (ROOT / "attngen" / name, ROOT / "attngen" / "tuner" / name)
         assert any(path.is_file() for path in places), name
-    for row in re.findall(r"^\| (`[^|]*) \|", section("Modules", text), re.MULTILINE):
+    for row in re.findall(r"^\| (`[^|]*) \|", section("Modules", DESIGN), re.MULTILINE):
         for name in re.findall(r"`([\w/]+)`", row):
             assert (ROOT / "attngen" / name).is_dir() or (ROOT / "attngen" / f"{name}.py").is_file()
+
+
+def test_every_module_has_a_row_in_the_design():
+    rows = re.findall(r"^\| (`[^|]*) \|", section("Modules", DESIGN), re.MULTILINE)
+    named = {name for row in rows for name in re.findall(r"`([\w/]+)`", row)}
+    assert {path.stem for path in (ROOT / "attngen").glob("[a-z]*.py")} <= named
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of attngen that a module imports when it is imported."""
+    found = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.ImportFrom) and node.module == "attngen":
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("attngen."):
+            found.add(str(node.module).split(".")[1])
+    return found
+
+
+def test_arrows_of_the_design_are_imports_and_never_turn_back():
+    direct = {path.stem: imported(path) for path in (ROOT / "attngen").glob("*.py")}
+    direct |= {
+        name: set().union(*map(imported, (ROOT / "attngen" / name).glob("*.py"))) - {name}
+        for name in ("distributed", "tuner")
+    }
+    reached = {name: set(names) for name, names in direct.items()}
+    for _ in reached:
+        for names in reached.values():
+            names |= set().union(*(reached.get(name, set()) for name in names))
+    assert not [name for name, names in reached.items() if name in names]
+    arrows = code(section("Modules", DESIGN))[0].split("everything")[0]
+    for chain in re.split(r";|\n", arrows):
+        places = [re.findall(r"\w+", place) for place in chain.split("<-")]
+        for below, above in itertools.pairwise(places):
+            for one, other in itertools.product(below, above):
+                assert one in reached[other], f"{other} does not import {one}"
 
 
 def test_documents_name_no_machine_path():

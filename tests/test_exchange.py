@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from samples import H100, KEY, MEASURED, PREDICTED, at, config, faster, under
 
-from attngen.exchange import contents, export_lines, import_lines, merge
+from attngen.exchange import contents, import_lines, lines_of, merge
 from attngen.records import Record
 from attngen.store import Store
 
@@ -20,18 +20,18 @@ def test_export_is_sorted_and_filtered_by_gpu(store: Store) -> None:
     everywhere = [MEASURED, at(seqlen_q=64), under(device_key=H100.device_key)]
     for record in everywhere:
         store.record_winner(record)
-    assert export_lines(store) == sorted(record.to_line() for record in everywhere)
-    assert export_lines(store, H100) == [everywhere[2].to_line()]
+    assert lines_of(store.winners()) == sorted(record.to_line() for record in everywhere)
+    assert lines_of(store.winners(), H100) == [everywhere[2].to_line()]
 
 
 def test_import_of_an_export_is_the_same_store(store: Store, tmp_path: Path) -> None:
     store.record_winner(MEASURED)
     store.record_winner(at(seqlen_q=64))
     with Store.open(tmp_path / "second.db") as second:
-        report = import_lines(second, export_lines(store))
+        report = import_lines(second, lines_of(store.winners()))
         assert (report.added, report.replaced, report.kept, report.rejected) == (2, 0, 0, ())
-        assert export_lines(second) == export_lines(store)
-        assert import_lines(second, export_lines(store)).kept == 2
+        assert lines_of(second.winners()) == lines_of(store.winners())
+        assert import_lines(second, lines_of(store.winners())).kept == 2
 
 
 ANOTHER_TRITON = replace(MEASURED.provenance, triton="3.5.1")
@@ -65,11 +65,11 @@ def test_import_does_not_depend_on_order(tmp_path: Path) -> None:
         with Store.open(tmp_path / f"{number}.db") as whole:
             report = import_lines(whole, order)
             counts = (report.added, report.replaced, report.kept, len(report.rejected))
-            results.add((*export_lines(whole), counts))
+            results.add((*lines_of(whole.winners()), counts))
         with Store.open(tmp_path / f"{number}-by-line.db") as split:
             for line in order:
                 import_lines(split, [line])
-            results.add((*export_lines(split), counts))
+            results.add((*lines_of(split.winners()), counts))
     assert results == {(*sorted([faster(1.5).to_line(), lines[4]]), (2, 0, 3, 1))}
 
 

@@ -24,7 +24,8 @@ from support import REPO
 
 from attngen.config import FwdConfig
 from attngen.search_space import candidates, model_order
-from attngen.store import Store, Trial
+from attngen.store import Store
+from attngen.trials import Trial
 from attngen.tuner import compile_pool, timing_client, tune
 
 pytestmark = pytest.mark.usefixtures("portable")  # the faults are planned for its configs

@@ -20,10 +20,11 @@ from gluon_machine import Fault
 from torch import Tensor
 
 import attngen
-from attngen import calls, kernel, memory, reference
+from attngen import calls, kernel, memory, reference, settle
 from attngen.config import KernelConfig
 from attngen.fp8 import Quantized, spread
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
+from attngen.remembered import Remembered
 from attngen.render import direction_of, render
 from attngen.spec import DESCALES, AttentionSpec
 
@@ -510,8 +511,8 @@ def test_fp8_call_brings_memory_for_v(emitted: Any, monkeypatch: pytest.MonkeyPa
 
     fake = SimpleNamespace(config=config, prepared=prepared)
     resolved = SimpleNamespace(kernel=fake, by_pointer=None)
-    monkeypatch.setattr(calls, "resolve", lambda *given: resolved)
-    monkeypatch.setattr(calls, "_CALLS", {})
+    monkeypatch.setattr(settle, "resolve", lambda *given: resolved)
+    monkeypatch.setattr(calls, "_CALLS", Remembered(4))
     found = fp8_inputs(spec, 150, 70, (2, 1))
     scales = dict(zip(DESCALES, found[3:], strict=True))
     for _ in range(2):

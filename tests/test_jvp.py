@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         return JvpConfig(block_m=16, block_n=16, num_warps=1, num_stages=1, tangents=given)
 
     monkeypatch.setattr(tangents, "default", default)
-    tangents._forget()
+    tangents._RUNS.clear()
 
 
 def inputs(dtype: torch.dtype = torch.float32, **sizes: int) -> dict[str, Tensor]:

@@ -15,7 +15,8 @@ from attngen.decode import DecodeConfig
 from attngen.kv_cache import dequantized
 from attngen.pinned import pinned
 from attngen.render import render
-from attngen.spec import KV_SCALES, AttentionSpec
+from attngen.spec import AttentionSpec
+from attngen.spec_rules import KV_SCALES
 
 SPLIT = DecodeConfig(block_m=16, block_n=32, num_warps=1, num_stages=1, split_keys=32)
 TALL = DecodeConfig(block_m=64, block_n=32, num_warps=1, num_stages=1)

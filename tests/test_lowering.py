@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner
 from samples import MEASURED, PREDICTED
 
-from attngen import calls, config, hopper, hopper_space, lowering, resolve
+from attngen import calls, config, hopper, hopper_space, lowering, resolve, settle
 from attngen.cli import main
 from attngen.config import BwdConfig, FwdConfig, KernelConfig, default_config, infeasible
 from attngen.errors import NoFeasibleConfigError, SpecError, StoreError, UnsupportedSpecError
@@ -23,6 +23,7 @@ from attngen.gpu import INTERPRETER, by_name
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.identity import record_key, stale_in
 from attngen.records import Record
+from attngen.remembered import Remembered
 from attngen.render import template_hash
 from attngen.search_space import (
     axes,
@@ -394,9 +395,9 @@ def test_a_first_call_in_a_cuda_graph_makes_no_table(
 
     pointers = lowering.by_pointer(D128, FWD, bucket_of("fwd"), H200)
     resolved = SimpleNamespace(kernel=kernel_of(FWD), by_pointer=kernel_of(pointers))
-    monkeypatch.setattr(calls, "resolve", lambda *given: resolved)
-    monkeypatch.setattr(calls, "_is_captured", lambda device: captured)
-    monkeypatch.setattr(calls, "_CALLS", {})
+    monkeypatch.setattr(settle, "resolve", lambda *given: resolved)
+    monkeypatch.setattr(settle, "_is_captured", lambda device: captured)
+    monkeypatch.setattr(calls, "_CALLS", Remembered(4))
     q = torch.empty(1, 2, 64, 128, dtype=torch.bfloat16)
     call = calls._settled("fwd", D128.text_key, (q, q, q), (q, q, q), (), [1.0], [0], [])
     assert call.run == (pointers if captured else FWD)
@@ -408,8 +409,8 @@ def test_a_gradient_of_another_dtype_is_served_by_pointers(monkeypatch: pytest.M
     pointers = lowering.by_pointer(D128, BWD, bucket_of("bwd"), H200)
     kernels = [SimpleNamespace(config=c, prepared=lambda *_, c=c, **__: c) for c in (BWD, pointers)]
     resolved = SimpleNamespace(kernel=kernels[0], by_pointer=kernels[1])
-    monkeypatch.setattr(calls, "resolve", lambda *given: resolved)
-    monkeypatch.setattr(calls, "_CALLS", {})
+    monkeypatch.setattr(settle, "resolve", lambda *given: resolved)
+    monkeypatch.setattr(calls, "_CALLS", Remembered(4))
     q = torch.empty(1, 2, 64, 128, dtype=torch.bfloat16)
     for do, wanted in ((q, BWD), (q.float(), pointers)):
         inputs = (q, q, q, do, None, do, None)

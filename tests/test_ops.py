@@ -22,7 +22,7 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import attngen.ops
-from attngen import calls
+from attngen import calls, settle
 from attngen.dropout import seed_tensor
 from attngen.identity import parsed
 from attngen.pinned import pinned
@@ -243,8 +243,10 @@ def test_torch_compile_with_dropout_and_windows_makes_one_graph() -> None:
     fast = compiled(attend)
     for seqlen, left in ((17, 5), (33, 9), (26, 2)):
         tensors, rest = make_qkv(seqlen_q=seqlen), (left, torch.tensor([seqlen]))
-        got = _run_with_gradients(lambda *x: fast(*x, *rest), *tensors)  # noqa: B023
-        want = _run_with_gradients(lambda *x: attend(*x, *rest), *tensors)  # noqa: B023
+        got, want = (
+            _run_with_gradients(lambda *x, fn=fn, rest=rest: fn(*x, *rest), *tensors)
+            for fn in (fast, attend)
+        )
         assert_close(got, want)
     assert graphs() == 1
 
@@ -723,7 +725,7 @@ def test_call_layouts_differ_in_all_that_a_launch_depends_on() -> None:
 
 
 def test_remembered_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_MAX_CALLS", 4)
+    monkeypatch.setattr(calls._CALLS, "most", 4)
     attngen.reload()
     for rows in range(1, 9):
         attngen.attention(*(x.detach() for x in make_qkv(seqlen_q=rows)))
@@ -732,14 +734,14 @@ def test_remembered_calls_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_reload_during_a_first_call_forgets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was resolved before a reload must not be remembered after it."""
-    resolve = calls.resolve
+    resolve = settle.resolve
 
     def slow(*where: Any) -> Any:
         found = resolve(*where)
         attngen.reload()
         return found
 
-    monkeypatch.setattr(calls, "resolve", slow)
+    monkeypatch.setattr(settle, "resolve", slow)
     attngen.reload()
     attngen.attention(*(x.detach() for x in make_qkv(seqlen_q=3)))
     assert not calls._CALLS

@@ -636,7 +636,7 @@ def test_kernels_stay_within_their_tensors(
     values: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever offsets hold: rows before and behind the tensors stay NaN, and are not read."""
-    monkeypatch.setattr("attngen.calls.check_values", lambda *_: None)
+    monkeypatch.setattr("attngen.settle.check_values", lambda *_: None)
     rows = 40
     buffers = [torch.full((3 * rows, HEADS, DIM), math.nan) for _ in range(3)]
     q, k, v = (x[rows : 2 * rows] for x in buffers)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import attngen
-from attngen import reference
+from attngen import reference, sampled_reference
 from attngen.spec import AttentionSpec
 
 _FOUND = importlib.util.spec_from_file_location(
@@ -137,8 +137,8 @@ def test_samples_equal_the_whole(named, shape):
     batch, heads, heads_kv = SIZES[:3]
     rows = torch.cartesian_prod(*map(torch.arange, (batch, heads, shape[0])))
     keys = torch.cartesian_prod(*map(torch.arange, (batch, heads_kv, shape[1])))
-    here = reference.sampled_rows(spec, q, k, v, rows, do=do, **given, seed=5)
-    there = reference.sampled_keys(spec, q, k, v, out, lse, do, keys, **given, seed=5)
+    here = sampled_reference.sampled_rows(spec, q, k, v, rows, do=do, **given, seed=5)
+    there = sampled_reference.sampled_keys(spec, q, k, v, out, lse, do, keys, **given, seed=5)
     for found, whole in ((here.out, out), (here.lse, lse), (here.dq, dq)):
         torch.testing.assert_close(found, whole[tuple(rows.T)])
     for found, whole in ((there.dk, dk), (there.dv, dv)):

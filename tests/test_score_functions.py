@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import flex_attention
 
 import attngen
-from attngen import reference
+from attngen import reference, sampled_reference
 from attngen.config import BwdConfig
 from attngen.kernel import file_name
 from attngen.pinned import pinned
@@ -707,9 +707,9 @@ def test_sampled_rows_and_keys_of_the_oracle(score_mod: Mod) -> None:
     do = torch.randn(out.shape, dtype=torch.float64)
     dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
     rows = torch.tensor([[0, 0, 0], [1, 1, 18], [1, 0, 9]])
-    here = reference.sampled_rows(spec, q, k, v, rows, do=do, **aux)
+    here = sampled_reference.sampled_rows(spec, q, k, v, rows, do=do, **aux)
     keys = torch.tensor([[0, 0, 0], [1, 0, 21], [1, 0, 8]])
-    there = reference.sampled_keys(spec, q, k, v, out, lse, do, keys, **aux)
+    there = sampled_reference.sampled_keys(spec, q, k, v, out, lse, do, keys, **aux)
     assert here.dq is not None
     found = (here.out, here.lse, here.dq, there.dk, there.dv)
     at, of = tuple(rows.T), tuple(keys.T)

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import attngen
-from attngen import torch_sdpa
+from attngen import sdpa_patch
 
 # ---- a sweep over all arguments, beside torch's math path -----------------------------------
 
@@ -214,8 +214,8 @@ def calls_of_sdpa(monkeypatch: pytest.MonkeyPatch) -> list[None]:
         seen.append(None)
         return attngen.sdpa(*arguments)
 
-    monkeypatch.setattr(torch_sdpa, "sdpa", sdpa)
-    monkeypatch.setattr(torch_sdpa, "_told", set())
+    monkeypatch.setattr(sdpa_patch, "sdpa", sdpa)
+    monkeypatch.setattr(sdpa_patch, "_told", set())
     return seen
 
 

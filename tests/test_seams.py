@@ -214,8 +214,8 @@ def test_softmax_part_follows_the_worked_example(
 
     e = math.exp
 
-    def assert_state(m: list[float], l: list[float], p: list[list[float]]) -> None:  # noqa: E741
-        right = torch.tensor([[x * unit for x in m], l])
+    def assert_state(m: list[float], total: list[float], p: list[list[float]]) -> None:
+        right = torch.tensor([[x * unit for x in m], total])
         torch.testing.assert_close(state[:, :2], right, rtol=3e-6, atol=0)
         wanted = torch.tensor(p)
         torch.testing.assert_close(acc[:2, : wanted.shape[1]], wanted, rtol=1e-5, atol=1e-12)

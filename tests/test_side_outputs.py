@@ -13,11 +13,12 @@ from support import SMALL_BWD, SMALL_FWD, make_qkv, oracle, oracle_options, pyth
 from torch import Tensor
 
 import attngen
-from attngen import calls, gpu, hopper
+from attngen import gpu, hopper
 from attngen.config import FwdConfig
 from attngen.identity import parsed
 from attngen.pinned import pinned
 from attngen.render import render
+from attngen.side_outputs import side_memory
 from attngen.tuner.gate import SmallGate
 
 ALL = ("lse", "max_logit", "col_sum", "entropy")
@@ -284,7 +285,7 @@ def test_fp8() -> None:
 def test_memory_is_linear() -> None:
     """Nothing of seqlen_q x seqlen_k is made: what a call allocates is its results."""
     q, k, v = (x.detach() for x in qkv())
-    made = calls.side_memory(ALL[1:], q, k)
+    made = side_memory(ALL[1:], q, k)
     assert [each.shape for each in made] == [
         (2, HEADS, ROWS),
         (2, HEADS, KEYS),

@@ -9,6 +9,7 @@ import pickle
 from typing import Any
 
 import pytest
+import torch
 
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.head_dim import split_head_dim
@@ -64,7 +65,6 @@ def test_spec_settles_what_is_left_open() -> None:
 
 
 def test_spec_accepts_torch_dtypes() -> None:
-    torch = pytest.importorskip("torch")
     assert AttentionSpec(head_dim=8, dtype=torch.float16).dtype == "float16"
 
 

@@ -15,6 +15,7 @@ import pytest
 from samples import BUCKET, CONFIG, KEY, MEASURED, PREDICTED, at, config, faster, find
 
 import attngen.store
+import attngen.trials
 from attngen import owner
 from attngen.errors import StoreError
 from attngen.records import Record
@@ -72,7 +73,7 @@ def test_trial_ok_needs_a_time(store: Store) -> None:
 @pytest.fixture
 def owners_die(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever began a trial is gone when another looks."""
-    monkeypatch.setattr(attngen.store, "is_gone", lambda owner: True)
+    monkeypatch.setattr(attngen.trials, "is_gone", lambda owner: True)
 
 
 @pytest.mark.usefixtures("owners_die")

@@ -18,8 +18,8 @@ transformers = pytest.importorskip(
 
 from transformers import masking_utils  # noqa: E402  (not without transformers)
 
-from attngen.integrations import transformers as integration  # noqa: E402
-from attngen.integrations import transformers_masks as masks  # noqa: E402
+from attngen.integrations import transformers as integration  # noqa: E402  (nor these)
+from attngen.integrations import transformers_masks as masks  # noqa: E402  (nor these)
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch._dynamo
 SEQLEN = 21

@@ -17,7 +17,8 @@ from attngen.errors import NoFeasibleConfigError, SpecError, TuningError, neares
 from attngen.gpu import GpuInfo
 from attngen.model_config import PHASES, Phase
 from attngen.model_plan import Plan, PlannedJob, plan_list, plan_model, plan_stored, read_file
-from attngen.spec import DTYPES, AttentionSpec
+from attngen.spec import AttentionSpec
+from attngen.spec_rules import DTYPES
 from attngen.workload import Direction, Workload, spec_bucket
 
 if TYPE_CHECKING:

@@ -35,7 +35,8 @@ from attngen.workload import Direction, Workload
 if TYPE_CHECKING:
     from attngen.model_plan import PlannedJob
     from attngen.records import RecordKey
-    from attngen.store import Store, Trial
+    from attngen.store import Store
+    from attngen.trials import Trial
     from attngen.tuner import TuneReport
 
 

@@ -11,29 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attngen.api import _scaled, _seed, _text_key
-from attngen.api import attention as single
-from attngen.checks import (
-    SCORE_FIELDS,
-    check_call,
-    check_place,
-    check_score_fields,
-    check_scores,
-    check_seed,
-    compute_dtype,
-    refuse_names,
-)
+from attngen.checks import check_call, check_fields, check_place, compute_dtype, refuse_names
 from attngen.distributed import op
 from attngen.distributed.plan import ContextParallel, words_of
+from attngen.distributed.refused import REFUSED, refuse_spec, unpacked
 from attngen.distributed.shards import documents_of, totals_of
+from attngen.dropout import check_seed, seed_of
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.masks import check_mask_fields, check_masks, fields_of
+from attngen.functional import attention as single
+from attngen.masks import MASK_FIELDS, check_masks
+from attngen.op_call import with_positive_scale
 from attngen.score_aux import check_aux, functions_of, functions_of_texts
-from attngen.spec import FP8_DTYPES, AttentionSpec, function_text
+from attngen.score_functions import function_text
+from attngen.score_terms import SCORE_FIELDS, check_scores
+from attngen.spec import AttentionSpec
+from attngen.spec_rules import FP8_DTYPES, LAYOUTS
+from attngen.text_keys import text_key
 from attngen.values import (
     MAX_POSITION,
     cap_number,
     flag,
+    one_of,
     probability,
     scale_number,
     whole,
@@ -42,24 +40,6 @@ from attngen.values import (
 
 _ = op  # importing it registers the ops
 _SINGLE = inspect.signature(single).parameters
-TENSOR_LAYOUTS = ("bhsd", "bshd", "thd")
-# Arguments of attngen.attention that stay on one device, and why.
-REFUSED = {
-    "tree_mask": "trees of draft tokens are short: attend to them on each rank",
-    "block_map": "a map lists tiles of the whole; say the mask by mask_mod alone",
-    "return_aux": "side outputs are not gathered; pass return_lse=True for lse",
-    "seqused_q": "used lengths are of rows that other ranks hold; cut the padding off",
-    "seqused_k": "used lengths are of rows that other ranks hold; cut the padding off",
-    "block_table": "a paged cache lies on one device",
-    "q_descale": "FP8 inputs are not built; dequantise them to bfloat16",
-    "k_descale": "FP8 inputs are not built; dequantise them to bfloat16",
-    "v_descale": "FP8 inputs are not built; dequantise them to bfloat16",
-    "q_start": "rows are placed by the layout",
-    "q_step": "rows are placed by the layout",
-    "k_start": "rows are placed by the layout",
-    "k_step": "rows are placed by the layout",
-    "partial": "partial results are joined here",
-}
 
 
 def attention(
@@ -166,7 +146,7 @@ def attention(
     dropout_p = probability("dropout_p", dropout_p)
     if name in FP8_DTYPES:
         raise UnsupportedSpecError([f"context parallelism: {REFUSED['q_descale']}"])
-    key = _text_key(
+    key = text_key(
         q.shape[3],
         v.shape[3],
         name,
@@ -182,7 +162,8 @@ def attention(
         batch_invariant,
         None,
         tuple(scores),
-        fields_of(masks),
+        tuple(masks),
+        (),  # neither lengths nor a block map
         None,  # no quantised cache
         None,
         *(x and str(x) for x in texts),
@@ -273,9 +254,9 @@ class ParallelAttention:
                 'with layout="thd", or leave it out'
             )
         scores = _scores(q, k, totals, attn_mask, bias, alibi_slopes, sinks)
-        check_score_fields(self._scores, scores)
+        check_fields(SCORE_FIELDS, self._scores, scores)
         masks = check_masks(q, k, prefix_lens, doc_ids_q, doc_ids_k, None)
-        check_mask_fields(masks_wanted, masks)
+        check_fields(MASK_FIELDS, masks_wanted, masks)
         aux: tuple[Tensor, ...] = ()
         if self._functions is not None or aux_tensors is not None:
             aux = check_aux(self._functions, aux_tensors, q, spec.deterministic) or ()
@@ -316,42 +297,6 @@ def _with_documents(key: str) -> str:
 torch.compiler.assume_constant_result(_with_documents)
 
 
-def refuse_spec(spec: AttentionSpec, method: str) -> None:
-    """Refuse what is not built over ranks, with every reason."""
-    why = []
-    if spec.is_fp8:
-        why.append(REFUSED["q_descale"])
-    why += [f"tree_mask: {REFUSED['tree_mask']}"] if spec.tree_mask else []
-    why += [f"block_map: {REFUSED['block_map']}"] if spec.block_map else []
-    why += [f"aux={':'.join(spec.aux)}: {REFUSED['return_aux']}"] if spec.aux else []
-    if spec.has_lengths:
-        why.append("key_lengths and paged caches lie on one device")
-    if spec.shared_kv:
-        why.append("shared_kv: k and v travel as tensors of their own")
-    if method in ("ulysses", "usp") and spec.has_score_entries:
-        named = " and ".join(x for x in ("attn_mask", "bias") if getattr(spec, x))
-        why.append(
-            f"{named} with method {method}: a rank has the entries of its own rows alone, and "
-            'computes those of others; use method="ring" or "allgather"'
-        )
-    if spec.is_packed:
-        why += _unpacked(spec)
-    if why:
-        raise UnsupportedSpecError([f"context parallelism: {each}" for each in why])
-
-
-def _unpacked(spec: AttentionSpec) -> list[str]:
-    """What counts rows in each packed sequence, where shards know positions in the whole alone."""
-    named = {"dropout": spec.has_dropout, "chunk": spec.has_chunk, "prefix_lm": spec.prefix_lm}
-    named |= {"score_mod and mask_mod": spec.has_functions}
-    return [
-        f"{name} of packed sequences counts rows in each sequence, shards count them in the whole; "
-        "use one batch row for each sequence"
-        for name, is_on in named.items()
-        if is_on
-    ]
-
-
 def _refuse(others: dict[str, Any]) -> None:
     """Refuse what is unknown, or set and not built over ranks."""
     given = {name: x for name, x in others.items() if name not in REFUSED}
@@ -367,10 +312,7 @@ def _heads_first(
     q: Tensor, k: Tensor, v: Tensor, tensor_layout: Any, has_offsets: bool
 ) -> tuple[Tensor, Tensor, Tensor, bool]:
     """(batch, heads, rows, dim) views, and whether they are packed sequences."""
-    if not isinstance(tensor_layout, str) or tensor_layout not in TENSOR_LAYOUTS:
-        raise SpecError(
-            f"tensor_layout must be one of {', '.join(TENSOR_LAYOUTS)}, got {tensor_layout!r}"
-        )
+    one_of("tensor_layout", tensor_layout, LAYOUTS)
     if tensor_layout == "thd" or has_offsets:
         for name, x in (("q", q), ("k", k), ("v", v)):
             check_place(name, x, q)
@@ -426,13 +368,12 @@ def _run(
     if softmax_scale is None:
         softmax_scale = q.shape[3] ** -0.5
     if softmax_scale <= 0:
-        q, softmax_scale = _scaled(q, softmax_scale)
+        q, softmax_scale = with_positive_scale(q, softmax_scale)
     named: dict[str, Any] = dict(terms)
-    named = {_ARGUMENTS.get(name, name): x for name, x in named.items()}
     named |= zip(spec.aux_args, aux, strict=True)
     if spec.has_dropout:
         seed = None if dropout_seed is None else check_seed(dropout_seed, q.device)
-        named["dropout_seed"] = _seed(seed, q)
+        named["dropout_seed"] = seed_of(seed, q)
     left, right = window
     batch_start, head_start = starts
     ints = {"partial": 0, "window_left": left, "window_right": right, "chunk": chunk}
@@ -458,14 +399,11 @@ def _run(
     return out, lse
 
 
-_ARGUMENTS = {field: name for name, field in SCORE_FIELDS.items()}
-
-
 @functools.lru_cache(maxsize=1024)
 def _checked(key: str, method: str, packed: bool) -> AttentionSpec:
     spec = AttentionSpec.parse(key)
     refuse_spec(spec, method)
-    if packed and (why := _unpacked(spec)):
+    if packed and (why := unpacked(spec)):
         raise UnsupportedSpecError([f"context parallelism: {each}" for each in why])
     return spec
 

@@ -31,7 +31,7 @@ from attngen.distributed.plan import Plan, read
 from attngen.distributed.work import Keys, Work
 from attngen.identity import parsed
 from attngen.memory import empty_bshd
-from attngen.reference import seen_lse
+from attngen.softmax_reference import seen_lse
 
 _LIBRARY = torch.library.Library("attngen", "FRAGMENT")
 _LIBRARY.define(

@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from attngen.dropout_reference import philox_keep
 from attngen.mask_rules import Structure
-from attngen.reference import NEG_INF, philox_keep, seen_lse, visible
 from attngen.score_reference import Functions
+from attngen.softmax_reference import NEG_INF, seen_lse, visible
 from attngen.spec import AttentionSpec
 
 Terms = dict[str, Any]

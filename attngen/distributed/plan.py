@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from attngen.distributed import comm
 from attngen.distributed.layouts import check_layout
-from attngen.errors import SpecError, nearest
-from attngen.values import shown
+from attngen.errors import SpecError
+from attngen.values import one_of, shown
 
 METHODS = ("ring", "ulysses", "usp", "allgather")
 HOPS = ("kernel", "torch")
@@ -41,8 +41,8 @@ class ContextParallel:
     hop: str = "kernel"
 
     def __post_init__(self) -> None:
-        _one_of("method", self.method, METHODS)
-        _one_of("hop", self.hop, HOPS)
+        one_of("method", self.method, METHODS)
+        one_of("hop", self.hop, HOPS)
         check_layout(self.layout)
 
     @property
@@ -61,12 +61,6 @@ class ContextParallel:
             names += [mesh.get_group(n).group_name for n in range(2)]
         words = {"groups": names, "method": self.method, "layout": self.layout, "hop": self.hop}
         return json.dumps(words)
-
-
-def _one_of(name: str, value: Any, known: tuple[str, ...]) -> None:
-    if not isinstance(value, str) or value not in known:
-        hint = nearest(value, known) if isinstance(value, str) else ""
-        raise SpecError(f"{name} must be one of {', '.join(known)}, got {shown(value)}{hint}")
 
 
 class Plan(NamedTuple):

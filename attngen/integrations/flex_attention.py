@@ -21,7 +21,8 @@ from attngen.api import attention
 from attngen.block_map import BlockMap, lists_of, mask_key
 from attngen.checks import check_kinds
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.spec import MAP_TILE, function_text
+from attngen.score_functions import function_text
+from attngen.spec import MAP_TILE
 from attngen.values import flag, scale_number, shown
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]

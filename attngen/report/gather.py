@@ -20,7 +20,8 @@ from attngen.report.bench_lines import BenchLine
 from attngen.report.charts import Chart, Point, Roof, comparison, roofline
 from attngen.report.work import PEAKS, Peak, Work, kind_of, work_of_bucket
 from attngen.spec import AttentionSpec
-from attngen.store import Store, Trial
+from attngen.store import Store
+from attngen.trials import Trial
 from attngen.workload import Bucket, Direction
 
 

@@ -20,7 +20,7 @@ from attngen.gpu import from_device_key
 from attngen.records import RecordKey
 from attngen.search_space import Axes, axes, encode
 from attngen.spec import AttentionSpec
-from attngen.store import Trial
+from attngen.trials import Trial
 from attngen.workload import Bucket, Direction
 
 MIN_FOR_IMPORTANCE = 10

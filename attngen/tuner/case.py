@@ -14,19 +14,19 @@ from torch import Tensor
 
 from attngen import packed
 from attngen.block_map import map_of, num_entries
-from attngen.calls import partials, side_memory, side_outputs
-from attngen.checks import descale_shape
 from attngen.config import KernelConfig
 from attngen.decode import DecodeConfig
-from attngen.fp8 import quantize, spread
+from attngen.fp8 import descale_shape, quantize, spread
 from attngen.kv_cache import descale_of, quantized
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
 from attngen.memory import order_of, transposed
 from attngen.packed_reference import Sequences
-from attngen.reference import alignment, scale_of
 from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
+from attngen.settle import partials
+from attngen.side_outputs import side_memory, side_outputs
+from attngen.softmax_reference import alignment, scale_of
 from attngen.spec import DESCALES, KV_DESCALES, PACKED_ARGS, AttentionSpec
 from attngen.workload import TUNED_PAGE, Workload, spec_window
 

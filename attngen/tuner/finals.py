@@ -7,8 +7,8 @@ from typing import Protocol
 
 from attngen.config import KernelConfig
 from attngen.records import Provenance, Record, RecordKey, now
-from attngen.store import Outcome
 from attngen.timing import slowed_down
+from attngen.trials import Outcome
 from attngen.tuner.timing_client import Measured, TrialFailedError
 from attngen.workload import Direction
 

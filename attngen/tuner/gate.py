@@ -1,7 +1,7 @@
 """The correctness gate: no config is timed before it computes the right thing.
 
 Every config is compared with `attngen.reference` on small shapes, one of which no tile divides;
-finalists also on sampled rows and keys of the tuned shape. The criterion is `reference.judge`.
+finalists also on sampled rows and keys of the tuned shape. The criterion is `verdict.judge`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attngen import packed_reference, reference
+from attngen import packed_reference, reference, sampled_reference
 from attngen.config import KernelConfig
 from attngen.decode import MAX_ROWS
 from attngen.kernel import kernel
-from attngen.reference import Verdict
 from attngen.spec import AttentionSpec
 from attngen.tuner import case
 from attngen.tuner.case import Case
+from attngen.verdict import FP8_LSE_EPSILON, Verdict, judge, slopes_slack
 from attngen.workload import Direction, Workload
 
 SAMPLES = 64
@@ -42,7 +42,7 @@ def epsilon(spec: AttentionSpec, name: str) -> float:
     unit = float(torch.finfo(narrow).eps)
     if name == "lse" or name in spec.aux:
         if spec.is_fp8:
-            return reference.FP8_LSE_EPSILON
+            return FP8_LSE_EPSILON
         return max(LSE_EPSILON, unit if spec.precision == "tf32" else 0.0)
     return unit
 
@@ -112,7 +112,7 @@ class SmallGate:
             each.out.copy_(expected.wanted["out"])
             each.lse.copy_(expected.wanted["lse"])
         run(each, config, interpret=self._interpret)
-        slack = reference.slopes_slack(each.workload.seqlen_q, each.workload.seqlen_k)
+        slack = slopes_slack(each.workload.seqlen_q, each.workload.seqlen_k)
         verdicts = _verdicts(each.spec, each.results(config), expected, slack)
         return _joined(verdicts, f"at {each.workload}")
 
@@ -253,7 +253,7 @@ def _sampled_sequences(
 
     for n, at in packed_reference.samples(at_rows):
         q, k, v = inputs_of(n)
-        here = reference.sampled_rows(spec, q, k, v, at, do=rows_of(n, each.do), **how)
+        here = sampled_reference.sampled_rows(spec, q, k, v, at, do=rows_of(n, each.do), **how)
         if each.do is None:
             put(out=here.out, lse=here.lse)
         else:
@@ -261,7 +261,7 @@ def _sampled_sequences(
     for n, at in packed_reference.samples(at_keys) if each.do is not None else ():
         q, k, v = inputs_of(n)
         out, lse, do = (rows_of(n, x) for x in (each.out, each.lse, each.do))
-        there = reference.sampled_keys(spec, q, k, v, out, lse, do, at, **how)
+        there = sampled_reference.sampled_keys(spec, q, k, v, out, lse, do, at, **how)
         put(dk=there.dk, dv=there.dv)
     return {name: torch.cat(parts) for name, parts in found.items()}
 
@@ -276,10 +276,10 @@ def _exact_and_narrow(each: Case) -> list[dict[str, Any]]:
 def _sampled(each: Case, rows: Tensor, keys: Tensor, **how: Any) -> dict[str, Tensor]:
     how |= {"seed": each.seed, **each.beside}
     inputs = (each.spec, *each.operands)
-    here = reference.sampled_rows(*inputs, rows, do=each.do, **how)
+    here = sampled_reference.sampled_rows(*inputs, rows, do=each.do, **how)
     if each.do is None:
         return {"out": here.out, "lse": here.lse}
-    there = reference.sampled_keys(*inputs, each.out, each.lse, each.do, keys, **how)
+    there = sampled_reference.sampled_keys(*inputs, each.out, each.lse, each.do, keys, **how)
     assert here.dq is not None
     return {"dq": here.dq, "dk": there.dk, "dv": there.dv}
 
@@ -300,7 +300,7 @@ def _verdicts(
     for name, tensor in actual.items():
         wanted, yard = expected.wanted[name], expected.yard[name]
         slack = slopes_slack if name == "dslopes" else 0.0
-        yield name, reference.judge(tensor, wanted, yard, epsilon(spec, name), slack)
+        yield name, judge(tensor, wanted, yard, epsilon(spec, name), slack)
 
 
 def _joined(verdicts: Iterator[tuple[str, Verdict]], where: str) -> Verdict:

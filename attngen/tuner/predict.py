@@ -18,7 +18,8 @@ from attngen.config import KernelConfig
 from attngen.errors import NoFeasibleConfigError
 from attngen.records import Provenance, Record, now
 from attngen.search_space import portable_order
-from attngen.store import Outcome, Store
+from attngen.store import Store
+from attngen.trials import Outcome
 from attngen.tuner.report import TuneReport
 from attngen.tuner.seeds import best_configs
 from attngen.tuner.session import Compiler, Job, Progress, must_run_again

@@ -12,7 +12,8 @@ from attngen.gpu import GpuInfo
 from attngen.lookup import lookup
 from attngen.records import RecordKey
 from attngen.spec import AttentionSpec
-from attngen.store import Store, Trial
+from attngen.store import Store
+from attngen.trials import Trial
 from attngen.workload import Bucket, Workload
 
 MAX_SEEDS = 5

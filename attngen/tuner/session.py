@@ -23,8 +23,9 @@ from attngen.gpu import GpuInfo
 from attngen.records import Record, RecordKey
 from attngen.search_space import MODEL_SEEDS, axes, search_order, search_starts
 from attngen.spec import AttentionSpec
-from attngen.store import Outcome, Store, Trial
+from attngen.store import Store
 from attngen.timing import HOPELESS, slowed_down
+from attngen.trials import Outcome, Trial
 from attngen.tuner.finals import Finalists, Timer
 from attngen.tuner.report import TuneReport
 from attngen.tuner.search import Search

@@ -13,7 +13,8 @@ from typing import Any
 from attngen import config as configs
 from attngen.config import KernelConfig
 from attngen.records import Record
-from attngen.store import MAX_CRASHES, Outcome, Store, Trial
+from attngen.store import Store
+from attngen.trials import MAX_CRASHES, Outcome, Trial
 from attngen.tuner import shared_study
 from attngen.tuner.finals import Timer
 from attngen.tuner.report import TuneReport

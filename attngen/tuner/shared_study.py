@@ -33,7 +33,7 @@ from attngen.config import KernelConfig
 from attngen.errors import TuningError
 from attngen.records import RecordKey
 from attngen.search_space import Axes
-from attngen.store import MAX_CRASHES
+from attngen.trials import MAX_CRASHES
 from attngen.tuner.search import quiet_optuna
 from attngen.tuner.storage import reaching
 from attngen.workload import Workload

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from attngen.search_space import candidates
 from attngen.workload import Workload, spec_bucket
 
 import build  # isort: skip  (beside the cases; support put their folder on the path)
-import run  # isort: skip
+import run  # isort: skip  (likewise)
 
 pytestmark = pytest.mark.gpu
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -247,7 +248,7 @@ def test_tensors_on_a_device_that_is_not_current() -> None:
     torch.cuda.set_device(0)
     before = torch.cuda.memory_allocated(0)
     q, k, v = make_qkv(seqlen_q=70, dim=64, device="cuda:1")
-    attend = lambda *x: attngen.attention(*x, return_lse=True, causal=True)  # noqa: E731
+    attend = partial(attngen.attention, return_lse=True, causal=True)
     assert_exact(attend, q, k, v, {"causal": True})
     assert torch.cuda.current_device() == 0
     assert torch.cuda.memory_allocated(0) == before
@@ -305,7 +306,7 @@ def test_atomic_backward_is_within_the_judge() -> None:
     q, k, v = make_qkv(
         batch=2, heads=4, heads_kv=2, seqlen_q=300, dim=64, dtype=torch.bfloat16, device="cuda"
     )
-    attend = lambda *x: attngen.attention(*x, return_lse=True, causal=True)  # noqa: E731
+    attend = partial(attngen.attention, return_lse=True, causal=True)
     with pinned({"bwd": ATOMIC}):
         for _ in range(3):
             assert_exact(attend, q, k, v, {"causal": True})

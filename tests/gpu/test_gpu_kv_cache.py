@@ -10,7 +10,8 @@ from torch import Tensor
 
 import attngen
 from attngen import kv_cache
-from attngen.spec import KV_SCALES, AttentionSpec
+from attngen.spec import AttentionSpec
+from attngen.spec_rules import KV_SCALES
 
 pytestmark = pytest.mark.gpu
 
