@@ -20,8 +20,8 @@ from torch import Tensor
 from attngen import counters, interpreter, kv_cache, paged
 from attngen.block_map import check_lists
 from attngen.checks import check_descales, check_out, check_tensors
+from attngen.config import AnyDecodeConfig
 from attngen.decode import (
-    DecodeConfig,
     counter_count,
     forward_direction,
     partial_shape,
@@ -30,6 +30,7 @@ from attngen.decode import (
 )
 from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
+from attngen.hopper_decode import has_pieces
 from attngen.identity import parsed
 from attngen.kernel import Prepared, Tensors
 from attngen.masks import document_scratch
@@ -445,16 +446,17 @@ def _settled(
     resolved = resolve(text_key, place, device)
     kernel = resolved.kernel
     is_hopper = kernel.config.lowering == "hopper"
-    captured = is_hopper and _is_captured(device)
+    captured = is_hopper and direction != "decode" and _is_captured(device)
     mixed = is_hopper and any(x.dtype != q.dtype for x in tiles)  # the gradient of a partial out
     addressed = tiles if out is None else (*tiles, out)
     has_others = kernel is not resolved.by_pointer
-    if captured or mixed or (has_others and not addressable(*addressed)):
+    misfits = direction == "decode" and spec.paged and not has_pieces(k.shape[2])
+    if captured or mixed or (has_others and (misfits or not addressable(*addressed))):
         kernel = resolved.by_pointer
     memory = [*results]
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
-    if isinstance(kernel.config, DecodeConfig):
+    if isinstance(kernel.config, AnyDecodeConfig):
         total = seqlen_q if spec.packs_queries else None
         sms = resolved.gpu.sm_count
         memory += partials(kernel.config, sizes, (left, right), dim_v, sms, total)
@@ -485,7 +487,7 @@ def _settled(
 
 
 def partials(
-    config: DecodeConfig,
+    config: AnyDecodeConfig,
     sizes: Workload,
     window: tuple[int | None, int | None],
     dim_v: int,
