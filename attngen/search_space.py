@@ -156,7 +156,7 @@ def search_starts(
         latent: list[KernelConfig] = [each for each in order if each.lowering == "hopper"]
         return latent + list(itertools.islice(portable, MODEL_SEEDS))
     known = set(hopper_space.starts(spec, bucket, gpu))
-    starts = [config for config in order if config in known]
+    starts: list[KernelConfig] = [config for config in order if config in known]
     count = MODEL_SEEDS_BESIDE_HOPPER if starts else MODEL_SEEDS
     return starts + list(itertools.islice(portable, count))
 
