@@ -30,7 +30,6 @@ from attngen.decode import (
 )
 from attngen.errors import DtypeError, SpecError
 from attngen.fp8 import spread
-from attngen.hopper_decode import has_pieces
 from attngen.identity import parsed
 from attngen.kernel import Prepared, Tensors
 from attngen.masks import document_scratch
@@ -450,8 +449,7 @@ def _settled(
     mixed = is_hopper and any(x.dtype != q.dtype for x in tiles)  # the gradient of a partial out
     addressed = tiles if out is None else (*tiles, out)
     has_others = kernel is not resolved.by_pointer
-    misfits = direction == "decode" and spec.paged and not has_pieces(k.shape[2])
-    if captured or mixed or (has_others and (misfits or not addressable(*addressed))):
+    if captured or mixed or (has_others and not addressable(*addressed)):
         kernel = resolved.by_pointer
     memory = [*results]
     if spec.is_fp8 and kernel.config.lowering == "hopper":

@@ -22,8 +22,8 @@ WIDTHS = (128, 256, 512)
 """Columns of v; each of two warpgroups has half of them in its registers."""
 REST = 64
 """Columns of k that v has not."""
-LEAST_PAGE = 8
-"""Pages are fetched in pieces of a power of two of keys; swizzled memory has blocks of so many."""
+MIN_ROWS = 16
+"""Fewer rows, of the 64 of a program, are left to the portable lowering."""
 _LACKS = (
     *("has_positions", "has_score_terms", "has_softcap", "sinks", "tree_mask", "attn_mask"),
     *("packs_queries", "is_quantized", "has_functions", "has_dropout"),
@@ -81,11 +81,6 @@ def unserved(spec: AttentionSpec, gpu: GpuInfo) -> list[str]:
     return why + unserved_anywhere(spec)
 
 
-def has_pieces(page_size: int) -> bool:
-    """May TMA fetch pages of so many keys?"""
-    return page_size % LEAST_PAGE == 0
-
-
 def infeasible(spec: AttentionSpec, config: HopperDecodeConfig, gpu: GpuInfo) -> list[str]:
     """Why a config cannot serve a spec on a GPU; empty if it can."""
     why = unserved(spec, gpu)
@@ -107,10 +102,8 @@ def infeasible(spec: AttentionSpec, config: HopperDecodeConfig, gpu: GpuInfo) ->
 
 
 def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperDecodeConfig]:
-    """Every config that may serve, the default first; none for few rows, of which a program of 64
-    would waste most, or for pages that TMA cannot fetch."""
-    rows = bucket.seqlen_q * bucket.group_size
-    if 0 < rows <= ROWS // 4 or not has_pieces(bucket.page_size):
+    """Every config that may serve, the default first; none for few rows."""
+    if 0 < bucket.seqlen_q * bucket.group_size < MIN_ROWS:
         return []
     every = [HopperDecodeConfig(programs_per_sm=count) for count in (1, 2)]
     if spec.batch_invariant:
