@@ -204,6 +204,8 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
     if spec.shared_kv and wide:
         sizes = [(32, 8, 3, 1), (32, 8, 2, 1), (16, 8, 1, 2)]
         block_m = block_m if rows else 64  # of any size: heads that share k are many
+        if block_m == 64 and not spec.hides_keys:
+            sizes = [(64, 8, 2, 1), *sizes]  # spills, and is faster even so
     if spec.is_exact:
         sizes = [(32, 4, 1, 4), (16, 4, 1, 4)]
         block_m = 16

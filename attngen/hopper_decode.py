@@ -24,10 +24,17 @@ REST = 64
 """Columns of k that v has not."""
 MIN_ROWS = 16
 """Fewer rows, of the 64 of a program, are left to the portable lowering."""
-_LACKS = (
-    *("has_positions", "has_score_terms", "has_softcap", "sinks", "tree_mask", "attn_mask"),
-    *("packs_queries", "is_quantized", "has_functions", "has_dropout"),
-)
+_LACKS = {
+    "has_positions": "causal, window or chunk",
+    "has_masks": "prefix_lm, documents or tree_mask",
+    "has_score_terms": "attn_mask, bias, alibi or functions",
+    "has_softcap": "softcap",
+    "sinks": "sinks",
+    "packs_queries": "packed queries",
+    "is_quantized": "kv_dtype",
+    "has_dropout": "dropout",
+}
+"""Properties of specs, and what they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +65,11 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
     """Why no config serves the decode of a spec, as far as it alone says; empty if one may."""
     if not spec.shared_kv:
         return ["decode with lowering=hopper needs shared_kv"]
-    why = [f"decode with lowering=hopper has no {name}" for name in _LACKS if getattr(spec, name)]
+    why = [
+        f"decode with lowering=hopper has no {name}"
+        for has, name in _LACKS.items()
+        if getattr(spec, has)
+    ]
     if spec.element_size != 2:
         why.append(f"decode with lowering=hopper needs a dtype of 16 bits, got dtype={spec.dtype}")
     if spec.head_dim_v not in WIDTHS or spec.head_dim != spec.head_dim_v + REST:

@@ -209,7 +209,7 @@ def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[AttentionSpec, HopperDecodeConfig, str]] = [
         (AttentionSpec(head_dim=128), CONFIG, "needs shared_kv"),
-        (spec_of(causal=True), CONFIG, "has no has_positions"),
+        (spec_of(causal=True), CONFIG, "has no causal"),
         (spec_of(dtype="float32"), CONFIG, "16 bits, got dtype=float32"),
         (AttentionSpec(head_dim=48, head_dim_v=32, shared_kv=True), CONFIG, "got 32 and 48"),
         (spec_of(), HopperDecodeConfig(programs_per_sm=0), "programs_per_sm=0"),
