@@ -112,9 +112,20 @@ def infeasible(spec: AttentionSpec, config: HopperDecodeConfig, gpu: GpuInfo) ->
     return why
 
 
+def few_rows(bucket: Bucket) -> list[str]:
+    """Why calls of these sizes are left to the portable lowering; empty if they are not."""
+    rows = bucket.seqlen_q * bucket.group_size
+    if not 0 < rows < MIN_ROWS:
+        return []
+    return [
+        f"decode with lowering=hopper has {ROWS} rows a program, and {rows} rows (queries times "
+        f"heads) are fewer than {MIN_ROWS}"
+    ]
+
+
 def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperDecodeConfig]:
     """Every config that may serve, the default first; none for few rows."""
-    if 0 < bucket.seqlen_q * bucket.group_size < MIN_ROWS:
+    if few_rows(bucket):
         return []
     every = [HopperDecodeConfig(programs_per_sm=count) for count in (1, 2)]
     if spec.batch_invariant:

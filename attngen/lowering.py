@@ -109,8 +109,10 @@ def notes(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInf
         return lines
     if gpu.arch != hopper.ARCH or (bucket.direction == "decode" and not spec.shared_kv):
         return []
-    latent = bucket.direction == "decode"
-    why = hopper_decode.unserved(spec, gpu) if latent else hopper.unserved(spec, gpu)
+    if bucket.direction == "decode":
+        why = hopper_decode.unserved(spec, gpu) or hopper_decode.few_rows(bucket)
+    else:
+        why = hopper.unserved(spec, gpu)
     if not why:
         why = ["lowering=hopper may serve here too; `attngen tune` compares the two"]
     return why

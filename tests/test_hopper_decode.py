@@ -34,9 +34,14 @@ def spec_of(dim_v: int = 128, **options: Any) -> AttentionSpec:
     return AttentionSpec(head_dim=dim_v + 64, head_dim_v=dim_v, shared_kv=True, **options)
 
 
-def emitted(spec: AttentionSpec, folder: Path, *changes: tuple[str, str]) -> Any:
+def emitted(
+    spec: AttentionSpec,
+    folder: Path,
+    *changes: tuple[str, str],
+    config: HopperDecodeConfig = CONFIG,
+) -> Any:
     """The emitted file as a module, with text replaced."""
-    text = render(spec, CONFIG)
+    text = render(spec, config)
     for old, new in changes:
         assert old in text, f"the emitted file has no more {old!r}"
         text = text.replace(old, new)
@@ -112,10 +117,12 @@ def compare(
         pytest.param({"dim_v": 512}, [150], {"heads": 20}, 1, id="d576"),
         pytest.param({"dtype": "float16"}, [130], {"heads": 8}, 2, id="float16-splits"),
         pytest.param({"key_lengths": True}, [0, 65, 1, 192], {"heads": 3}, 1, id="lengths"),
-        pytest.param({"paged": True}, [0, 64, 150], {"heads": 9}, 1, id="pages-of-16"),
-        pytest.param({"paged": True}, [130, 300], {"heads": 9, "page": 8}, 3, id="pages-of-8"),
+        pytest.param({"paged": True}, [0, 1, 15, 17, 150], {"heads": 3}, 1, id="pages-of-16"),
         pytest.param({"paged": True}, [130, 97], {"heads": 4, "page": 48}, 1, id="pages-of-48"),
-        pytest.param({"paged": True}, [300, 1], {"heads": 4, "page": 128}, 2, id="pages-of-128"),
+        pytest.param(
+            {"paged": True}, [63, 64, 65, 300], {"heads": 4, "page": 64}, 2, id="pages-of-64"
+        ),
+        pytest.param({"paged": True}, [255, 257], {"heads": 4, "page": 256}, 3, id="pages-of-256"),
         pytest.param(
             {"paged": True}, [257], {"heads": 20, "rows": 5, "page": 64}, 2, id="several-rows"
         ),
@@ -133,6 +140,19 @@ def test_results(
     q, k, cache, named = inputs(spec, lengths, **sizes)
     got = attend(emitted(spec, session_cache), spec, q, cache, splits, **named)
     compare(spec, got, q, k, lengths)
+
+
+def test_bits_depend_on_the_row_alone(session_cache: Path) -> None:
+    spec = spec_of(paged=True, batch_invariant=True)
+    q, k, cache, named = inputs(spec, [700, 64, 0, 513], heads=4, page=64)
+    module = emitted(spec, session_cache, config=HopperDecodeConfig(split_keys=512))
+    got = attend(module, spec, q, cache, splits=2, **named)
+    compare(spec, got, q, k, [700, 64, 0, 513])
+    for b in range(4):
+        at = slice(b, b + 1)
+        alone = {name: x[at] for name, x in named.items()}
+        one = attend(module, spec, q[at], cache, splits=2, **alone)
+        assert all(torch.equal(x, y[at]) for x, y in zip(one, got, strict=True))
 
 
 @pytest.mark.parametrize("order", ["rising", "falling"])
@@ -199,6 +219,12 @@ def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lowering.default(spec, at(spec, heads=16), H200) == CONFIG
     assert isinstance(lowering.default(spec, at(spec, heads=8), H200), DecodeConfig)
     assert isinstance(lowering.default(spec, at(spec), by_name("nvidia_a100")), DecodeConfig)
+    few = at(spec, heads=8)
+    (why,) = lowering.notes(spec, lowering.default(spec, few, H200), few, H200)
+    assert "8 rows (queries times heads) are fewer than 16" in why
+    masked = spec_of(512, paged=True, causal=True)
+    (why,) = lowering.notes(masked, lowering.default(masked, few, H200), few, H200)
+    assert "has no causal, window or chunk" in why
     invariant = spec_of(512, batch_invariant=True)
     assert lowering.default(invariant, at(invariant), H200) == HopperDecodeConfig(split_keys=512)
     monkeypatch.setenv("ATTNGEN_LOWERING", "triton")
@@ -247,6 +273,6 @@ def test_it_compiles(fields: dict[str, Any]) -> None:
     (found,) = compile_all(90, [{**line, "workload": "1,128,1,1,65536"}])
     assert "error" not in found, found
     first, second = found["kernels"]
-    assert not first["serialised_wgmma"] and first["stack_bytes"] == 0, first
+    assert not first["serialised_wgmma"] and first["stack_bytes"] <= 16, first  # the producer's
     assert second["kernel"] == "attn_decode_merge" and second["stack_bytes"] == 0
     assert first["shared_bytes"] <= H200.shared_memory

@@ -112,15 +112,6 @@ def rescale(acc, alpha, PTX: gl.constexpr, OPERANDS: gl.constexpr, CONDITIONAL: 
         return acc * alpha[:, None]
 
 
-@gluon.jit
-def opaque(number):
-    """The same number, which the compiler cannot tell: what depends on it is not computed before
-    the loop, where it would take registers."""
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, $1;", "=r,r", [gl.to_tensor(number)], gl.int32, False, 1
-    )
-
-
 @triton.jit
 def whole(stride):
     """A stride that is a multiple of 16 bytes, in a form that tells the compiler so."""
@@ -211,9 +202,6 @@ def store_half(
 
 @gluon.jit
 def attend_left(
-    q_head,
-    stride_qh,
-    stride_qs,
     q_left,
     q_right,
     q_rest,
@@ -252,13 +240,6 @@ def attend_left(
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, OUT_LAYOUT, 2)
     ROW_LAYOUT: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     num_tiles = count_tiles(begin, end)
-    # The other warpgroup loads the right columns meanwhile.
-    rows = (q_head, stride_qh, stride_qs, tile, group_size, seqlen_q)
-    load_q(*rows, q_left, 0, HALF)
-    load_q(*rows, q_rest, HEAD_DIM_V, HEAD_DIM - HEAD_DIM_V)
-    fence_async_shared()
-    gl.thread_barrier()
-    named_barrier(P_FREE, P_SYNC)
     acc = gl.zeros([BLOCK_M, HALF], gl.float32, OUT_LAYOUT)
 
     # The last keys first: they alone may be fewer than a tile.
@@ -368,10 +349,6 @@ def attend_left(
 
 @gluon.jit
 def attend_right(
-    q_head,
-    stride_qh,
-    stride_qs,
-    q_right,
     right_smem,
     p_smem,
     factor_smem,
@@ -390,9 +367,6 @@ def attend_right(
     """The second warpgroup: the right half of out, by the weights that the first one makes."""
     OUT_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HALF, 16])
     num_tiles = count_tiles(begin, end)
-    load_q(q_head, stride_qh, stride_qs, tile, group_size, seqlen_q, q_right, HALF, HALF)
-    fence_async_shared()
-    named_barrier(P_FREE, P_ARRIVE)
     acc = gl.zeros([BLOCK_M, HALF], gl.float32, OUT_LAYOUT)
     for i in range(num_tiles):
         stage = i % NUM_STAGES
@@ -448,8 +422,7 @@ def fetch(
     KEY_PIECES: gl.constexpr = BLOCK_N // PIECE
     pieces = smem._reinterpret(DTYPE, [KEY_PIECES * WIDTH // 64, 1, 1, PIECE, 64], k_desc.layout)
     mbarrier.expect(full, BLOCK_N * WIDTH * 2)
-    i = 0
-    while i < KEY_PIECES:
+    for i in gl.static_range(KEY_PIECES):
         key = start_n + i * PIECE
         page = gl.load(table_row + key // PAGE_SIZE, key < end, 0)
         for j in gl.static_range(WIDTH // 64):
@@ -459,7 +432,6 @@ def fetch(
                 full,
                 pieces.index(j * KEY_PIECES + i),
             )
-        i = opaque(i + 1)  # unrolled, the loop would spill
 
 
 @gluon.jit
@@ -619,15 +591,45 @@ def attn_decode(
         mbarrier.init(right_full.index(i), count=1)
         mbarrier.init(rest_full.index(i), count=1)
     q_head = q_ptr + batch * whole(stride_qb) + head_zero * whole(stride_qh)
+    load_q(
+        q_head,
+        whole(stride_qh),
+        whole(stride_qs),
+        tile,
+        group_size,
+        seqlen_q,
+        q_left,
+        0,
+        HALF,
+    )
+    load_q(
+        q_head,
+        whole(stride_qh),
+        whole(stride_qs),
+        tile,
+        group_size,
+        seqlen_q,
+        q_right,
+        HALF,
+        HALF,
+    )
+    load_q(
+        q_head,
+        whole(stride_qh),
+        whole(stride_qs),
+        tile,
+        group_size,
+        seqlen_q,
+        q_rest,
+        HEAD_DIM_V,
+        HEAD_DIM - HEAD_DIM_V,
+    )
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 attend_left,
                 (
-                    q_head,
-                    whole(stride_qh),
-                    whole(stride_qs),
                     q_left,
                     q_right,
                     q_rest,
@@ -660,10 +662,6 @@ def attn_decode(
             (
                 attend_right,
                 (
-                    q_head,
-                    whole(stride_qh),
-                    whole(stride_qs),
-                    q_right,
                     right_smem,
                     p_smem,
                     factor_smem,
