@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_type_hints
 
-from attngen import decode, hopper
+from attngen import decode, hopper, hopper_decode
 from attngen.config_base import NamedFields
 from attngen.decode import DecodeConfig
 from attngen.errors import NoFeasibleConfigError, SpecError, UnsupportedSpecError, nearest
 from attngen.gpu import GpuInfo
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperConfig, HopperFwdConfig
+from attngen.hopper_decode import HopperDecodeConfig
 from attngen.spec import MAP_TILE, SCALE_ROWS, AttentionSpec
 from attngen.workload import Bucket, Direction
 
@@ -81,11 +82,12 @@ _DQ_TILE = ("dq_block_m", "dq_block_n", "dq_num_warps", "dq_num_stages")
 
 
 PortableConfig = FwdConfig | BwdConfig
-KernelConfig = PortableConfig | HopperConfig | DecodeConfig
+AnyDecodeConfig = DecodeConfig | HopperDecodeConfig
+KernelConfig = PortableConfig | HopperConfig | AnyDecodeConfig
 CONFIG_CLASSES: dict[Direction, dict[str, type[KernelConfig]]] = {
     "fwd": {"triton": FwdConfig, "hopper": HopperFwdConfig},
     "bwd": {"triton": BwdConfig, "hopper": HopperBwdConfig},
-    "decode": {"triton": DecodeConfig},
+    "decode": {"triton": DecodeConfig, "hopper": HopperDecodeConfig},
 }
 
 
@@ -244,6 +246,8 @@ def infeasible(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> list[
     """
     if isinstance(config, HopperConfig):
         return hopper.infeasible(spec, config, gpu)
+    if isinstance(config, HopperDecodeConfig):
+        return hopper_decode.infeasible(spec, config, gpu)
     if isinstance(config, DecodeConfig):
         return decode.infeasible(spec, config, gpu)
     if spec.is_quantized:

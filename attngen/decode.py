@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from attngen.config_base import NamedFields
 from attngen.gpu import GpuInfo
@@ -32,6 +32,21 @@ _ROWS_OF_LAST = 8
 """Rows that the last split merges, one after the other, in less time than a launch takes."""
 _ENOUGH = 0.95
 """Of the best occupation of the last wave: fewer splits that reach it are better."""
+
+
+class Cut(Protocol):
+    """How a config of either lowering cuts up rows and keys."""
+
+    @property
+    def block_m(self) -> int: ...
+    @property
+    def block_n(self) -> int: ...
+    @property
+    def programs_per_sm(self) -> int: ...
+    @property
+    def split_keys(self) -> int: ...
+    @property
+    def merge(self) -> Literal["kernel", "last"]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +91,7 @@ def family(direction: Direction, spec: AttentionSpec, seqlen_q: int) -> Directio
     return forward_direction(spec, seqlen_q) if direction == "fwd" else direction
 
 
-def split_count(config: DecodeConfig, programs: int, seqlen_k: int, sm_count: int) -> int:
+def split_count(config: Cut, programs: int, seqlen_k: int, sm_count: int) -> int:
     """Into how many splits the keys of each program are cut.
 
     The rule: as many as give each SM `programs_per_sm` programs; where there are about so many
@@ -101,7 +116,7 @@ def _filled(waves: float) -> float:
     return waves / -(-waves // 1)
 
 
-def row_tiles(config: DecodeConfig, seqlen_q: int, group_size: int) -> int:
+def row_tiles(config: Cut, seqlen_q: int, group_size: int) -> int:
     """Tiles of the rows that share a key/value head."""
     return -(-seqlen_q * group_size // config.block_m)
 
@@ -112,7 +127,7 @@ def partial_shape(splits: int, rows: int, dim_v: int) -> tuple[int, int]:
     return splits, rows * (dim_v + 2)
 
 
-def counter_count(config: DecodeConfig, tiles: int, num_heads_kv: int) -> int:
+def counter_count(config: Cut, tiles: int, num_heads_kv: int) -> int:
     """How many counters several splits need, of tiles of rows of each head."""
     return tiles * num_heads_kv if config.merge == "last" else 0
 
@@ -190,6 +205,8 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
     if spec.shared_kv and wide:
         sizes = [(32, 8, 3, 1), (32, 8, 2, 1), (16, 8, 1, 2)]
         block_m = block_m if rows else 64  # of any size: heads that share k are many
+        if block_m == 64 and not spec.hides_keys:
+            sizes = [(64, 8, 2, 1), *sizes]  # spills, and is faster even so
     if spec.is_exact:
         sizes = [(32, 4, 1, 4), (16, 4, 1, 4)]
         block_m = 16

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Literal
 
-from attngen import hopper, hopper_space
+from attngen import hopper, hopper_decode, hopper_space
 from attngen.config import KernelConfig, default_config, with_tiles
 from attngen.errors import SpecError, UnsupportedSpecError
 from attngen.gpu import GpuInfo
@@ -65,7 +65,8 @@ def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
         NoFeasibleConfigError: nothing fits.
     """
     if bucket.direction == "decode":
-        return default_config(spec, bucket, gpu)
+        latent = hopper_decode.candidates(spec, bucket, gpu) if forced() != "triton" else []
+        return latent[0] if latent else default_config(spec, bucket, gpu)
     wanted = required(spec, gpu)
     if wanted == "hopper":
         return hopper_space.default(spec, bucket, gpu)
@@ -86,6 +87,8 @@ def by_pointer(
 ) -> KernelConfig:
     """What serves tensors that the config cannot address: the same with pointers, or for the
     hopper lowering the portable default with pointers."""
+    if isinstance(config, hopper_decode.HopperDecodeConfig):
+        return default_config(spec, bucket, gpu)
     if isinstance(config, hopper.HopperConfig):
         return with_tiles(default_config(spec, bucket, gpu), "pointer")
     return with_tiles(config, "pointer")
@@ -104,9 +107,12 @@ def notes(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInf
         ]
     if lines:
         return lines
-    if gpu.arch != hopper.ARCH or bucket.direction == "decode":
+    if gpu.arch != hopper.ARCH or (bucket.direction == "decode" and not spec.shared_kv):
         return []
-    why = hopper.unserved(spec, gpu)
+    if bucket.direction == "decode":
+        why = hopper_decode.unserved(spec, gpu) or hopper_decode.few_rows(bucket)
+    else:
+        why = hopper.unserved(spec, gpu)
     if not why:
         why = ["lowering=hopper may serve here too; `attngen tune` compares the two"]
     return why

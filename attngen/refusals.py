@@ -10,8 +10,8 @@ import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
+from attngen import hopper, hopper_decode
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.hopper import unserved_anywhere
 from attngen.spec import FIELDS, AttentionSpec
 
 
@@ -162,7 +162,10 @@ def _reason(why: SpecError) -> str:
 
 def _unserved(feature: Feature) -> list[str]:
     fields = {"head_dim": 64, **feature.needs, feature.name: feature.value}
-    return unserved_anywhere(AttentionSpec(**fields))
+    spec = AttentionSpec(**fields)
+    if spec.shared_kv:
+        return hopper_decode.unserved_anywhere(spec)
+    return hopper.unserved_anywhere(spec)
 
 
 def _wrapped(built: list[Feature]) -> list[str]:

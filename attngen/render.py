@@ -9,11 +9,12 @@ from dataclasses import replace
 
 import jinja2
 
-from attngen import hopper
+from attngen import hopper, hopper_decode
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
 from attngen.decode import DecodeConfig
 from attngen.head_dim import Part
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
+from attngen.hopper_decode import HopperDecodeConfig
 from attngen.paths import data_dir
 from attngen.score_nodes import FUNCTIONS
 from attngen.spec import AttentionSpec
@@ -128,6 +129,8 @@ def template_hash(spec: AttentionSpec, direction: Direction, arch: str) -> str:
     if arch == hopper.ARCH and direction != "decode":
         served = not hopper.unserved_anywhere(spec)
         variants += hopper_variants(spec, direction) if served else []
+    if arch == hopper.ARCH and direction == "decode":
+        variants += [] if hopper_decode.unserved_anywhere(spec) else [HopperDecodeConfig()]
     for config in variants:
         _, _, body = render(spec, config).split('"""', 2)
         kernels, _, _ = body.partition("\ndef reference(")

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 from attngen import decode as families
-from attngen import hopper_space, lowering
+from attngen import hopper_decode, hopper_space, lowering
 from attngen.config import (
     MIN_BLOCK,
     REGISTERS_PER_THREAD,
@@ -29,6 +29,7 @@ from attngen.config import (
 from attngen.decode import DecodeConfig
 from attngen.gpu import GpuInfo
 from attngen.hopper import DQ_FIELDS, HopperBwdConfig, HopperConfig
+from attngen.hopper_decode import HopperDecodeConfig
 from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Direction
 
@@ -125,10 +126,12 @@ def _backward_candidates(
 def search_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[KernelConfig]:
     """Every config that a search may try, most promising first: those of the hopper lowering where
     it serves, then the portable ones in the model's order."""
-    if bucket.direction == "decode":
-        return portable_order(spec, bucket, gpu)
-    wanted = lowering.required(spec, gpu)
     order: list[KernelConfig] = []
+    if bucket.direction == "decode":
+        if lowering.forced() != "triton":
+            order += hopper_decode.candidates(spec, bucket, gpu)
+        return order + portable_order(spec, bucket, gpu)
+    wanted = lowering.required(spec, gpu)
     if wanted != "triton":
         order += hopper_space.candidates(spec, bucket, gpu)
     if wanted != "hopper":
@@ -150,9 +153,10 @@ def search_starts(
     and the first of the portable ones; fewer of these where the other lowering serves."""
     portable = (config for config in order if config.lowering != "hopper")
     if bucket.direction == "decode":
-        return list(itertools.islice(portable, MODEL_SEEDS))
+        latent: list[KernelConfig] = [each for each in order if each.lowering == "hopper"]
+        return latent + list(itertools.islice(portable, MODEL_SEEDS))
     known = set(hopper_space.starts(spec, bucket, gpu))
-    starts = [config for config in order if config in known]
+    starts: list[KernelConfig] = [config for config in order if config in known]
     count = MODEL_SEEDS_BESIDE_HOPPER if starts else MODEL_SEEDS
     return starts + list(itertools.islice(portable, count))
 
@@ -166,6 +170,8 @@ def neighbours(config: KernelConfig, space: Axes) -> list[KernelConfig]:
     """The configs one step along one axis away (so one backward kernel at a time changes)."""
     if isinstance(config, HopperConfig):
         return [*hopper_space.neighbours(config)]
+    if isinstance(config, HopperDecodeConfig):
+        return []  # all are tried
     found: list[KernelConfig] = []
     for name, values in space.items():
         if name in config.unused:
@@ -185,7 +191,7 @@ def neighbours(config: KernelConfig, space: Axes) -> list[KernelConfig]:
 def encode(config: KernelConfig, space: Axes) -> dict[str, int] | None:
     """A config as one index an axis (a log2 scale for blocks); None if it is off the axes, as all
     of the hopper lowering are."""
-    if isinstance(config, HopperConfig):
+    if isinstance(config, HopperConfig | HopperDecodeConfig):
         return None
     indices = {}
     for name, values in space.items():

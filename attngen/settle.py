@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attngen import counters, paged
-from attngen.decode import DecodeConfig, counter_count, partial_shape, row_tiles, split_count
+from attngen.config import AnyDecodeConfig
+from attngen.decode import counter_count, partial_shape, row_tiles, split_count
 from attngen.identity import parsed
 from attngen.kernel import Prepared, Tensors
 from attngen.masks import document_scratch
@@ -115,7 +116,7 @@ def settled(
     resolved = resolve(text_key, place, device)
     kernel = resolved.kernel
     is_hopper = kernel.config.lowering == "hopper"
-    captured = is_hopper and _is_captured(device)
+    captured = is_hopper and direction != "decode" and _is_captured(device)
     mixed = is_hopper and any(x.dtype != q.dtype for x in tiles)  # the gradient of a partial out
     addressed = tiles if out is None else (*tiles, out)
     has_others = kernel is not resolved.by_pointer
@@ -124,7 +125,7 @@ def settled(
     memory = [*results]
     if spec.is_fp8 and kernel.config.lowering == "hopper":
         memory.append(transposed(tiles[2]))
-    if isinstance(kernel.config, DecodeConfig):
+    if isinstance(kernel.config, AnyDecodeConfig):
         total = seqlen_q if spec.packs_queries else None
         sms = resolved.gpu.sm_count
         memory += partials(kernel.config, sizes, (left, right), dim_v, sms, total)
@@ -151,7 +152,7 @@ def settled(
 
 
 def partials(
-    config: DecodeConfig,
+    config: AnyDecodeConfig,
     sizes: Workload,
     window: tuple[int | None, int | None],
     dim_v: int,

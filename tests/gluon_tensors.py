@@ -385,6 +385,9 @@ class Shared:
     def type(self) -> Type:
         return Type(self.dtype, self.shape, self.layout)
 
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Pieces:
+        return Pieces(self, dtype, [int(size) for size in shape], layout)
+
     @property
     def rank(self) -> int:
         return self.data.ndim
@@ -434,6 +437,39 @@ class Shared:
             )
         self._machine.access(self.at, self.box, "a store", writes=True)
         self.data[...] = value.data
+
+
+class _Piece(Shared):
+    """A view in another layout."""
+
+    def __init__(self, view: Shared, layout: Any) -> None:
+        super().__init__(view._machine, view.at, view.data, view.box, view._dims)
+        self._layout = layout
+
+    @property
+    def layout(self) -> Any:
+        return self._layout
+
+
+class Pieces:
+    """A tile [rows, columns] of 16-bit values as the pieces [1, 1, n, 64] that its memory holds one
+    after the other, if it is swizzled by 128 bytes: n rows of 64 columns, then the next rows."""
+
+    def __init__(self, tile: Shared, dtype: Any, shape: list[int], layout: Any) -> None:
+        count, *_, rows, columns = shape
+        size = int(np.prod(tile.shape))
+        if dtype is not tile.dtype or dtype.primitive_bitwidth != 16:
+            raise Fault(f"{tile.at.name} holds {tile.dtype}, not {dtype}")
+        if tile.rank != 2 or columns != 64 or count * rows * 64 != size or rows % 8:
+            raise Fault(f"{tile.at.name}{tile.shape} has no pieces {shape}")
+        if tile.layout.swizzle_byte_width != 128 or layout.swizzle_byte_width != 128:
+            raise Fault(f"{tile.at.name} in {tile.layout} has no pieces in {layout}")
+        self._tile, self._rows, self._layout = tile, rows, layout
+
+    def index(self, index: Any) -> Shared:
+        column, row = divmod(int(index), self._tile.shape[0] // self._rows)
+        part = self._tile.slice(row * self._rows, self._rows).slice(column * 64, 64, dim=1)
+        return _Piece(part.reshape([1, 1, self._rows, 64]), self._layout)
 
 
 class Descriptor:

@@ -399,7 +399,7 @@ def test_defaults_fit(dim: int, dtype: str) -> None:
         assert not infeasible(spec, config, h200), config.key
         assert parse("decode", config.key) == config
         assert Bucket.parse(bucket.key) == bucket
-    assert set(CONFIG_CLASSES["decode"]) == {"triton"}
+    assert set(CONFIG_CLASSES["decode"]) == {"triton", "hopper"}
 
 
 def test_explain_names_the_family() -> None:

@@ -18,6 +18,7 @@ from attngen import hopper
 from attngen.config import BwdConfig, FwdConfig, KernelConfig
 from attngen.decode import DecodeConfig
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig, unserved_anywhere
+from attngen.hopper_decode import HopperDecodeConfig
 from attngen.kernel import file_name
 from attngen.render import (
     direction_of,
@@ -66,6 +67,10 @@ NAMED: dict[str, tuple[dict[str, Any], KernelConfig]] = {
     "decode_paged": ({"paged": True, "causal": True}, DECODE),
     "decode_kv": ({"paged": True, "kv_dtype": "float8_e4m3fn", "kv_scale": "key"}, DECODE),
     "decode_shared": ({"head_dim": 576, "head_dim_v": 512, "shared_kv": True}, DECODE),
+    "decode_hopper": (
+        {"head_dim": 576, "head_dim_v": 512, "paged": True, "shared_kv": True},
+        HopperDecodeConfig(),
+    ),
     "bwd_packed": ({"layout": "thd", "causal": True}, BWD),
     "bwd_base": ({}, BWD),
     "bwd_bias": ({"bias": True}, BWD),
@@ -226,6 +231,11 @@ def _texts(step: int) -> Iterator[tuple[AttentionSpec, KernelConfig]]:
                 yield spec, config
     for number, spec in enumerate(DECODE_MATRIX[::step]):
         yield spec, structural_variants("decode")[number % 2]
+    for dim_v, keys in itertools.product(
+        (128, 512), ({}, {"key_lengths": True}, {"paged": True, "batch_invariant": True})
+    ):
+        latent = AttentionSpec(head_dim=dim_v + 64, head_dim_v=dim_v, shared_kv=True, **keys)
+        yield latent, HopperDecodeConfig(split_keys=512 if latent.batch_invariant else 0)
     for spec in HOPPER_MATRIX[::step]:
         for config in (*hopper_variants(spec, "fwd"), *hopper_variants(spec, "bwd")):
             yield spec, config

@@ -289,7 +289,6 @@ def test_emitted_file_checks_itself(tmp_path: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="96 bytes of stack: numbers of pages are read a tile ahead")
 def test_mla_compiles_for_hopper_without_spills() -> None:
     spec, h200 = AttentionSpec(**MLA, paged=True, shared_kv=True), by_name("nvidia_h200")
     sizes = Workload(64, 128, 1, 1, 4096)

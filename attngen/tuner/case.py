@@ -14,8 +14,7 @@ from torch import Tensor
 
 from attngen import packed
 from attngen.block_map import map_of, num_entries
-from attngen.config import KernelConfig
-from attngen.decode import DecodeConfig
+from attngen.config import AnyDecodeConfig, KernelConfig
 from attngen.fp8 import descale_shape, quantize, spread
 from attngen.kv_cache import descale_of, quantized
 from attngen.mask_rules import NAMES, made
@@ -160,7 +159,7 @@ class Case:
     def tensors(self, config: KernelConfig) -> tuple[Tensor | None, ...]:
         """The positional arguments of plan()."""
         documents = (self.doc_tiles,) if self.spec.documents else ()
-        if isinstance(config, DecodeConfig):
+        if isinstance(config, AnyDecodeConfig):
             return self.q, *self._keys, self.out, self.lse, *self._partials(config)
         if config.direction == "fwd":
             made: tuple[Tensor | None, ...] = ()
@@ -178,7 +177,7 @@ class Case:
         """k and v as kernels take them."""
         return self.pages or (self.k, self.v)
 
-    def _partials(self, config: DecodeConfig) -> list[Tensor]:
+    def _partials(self, config: AnyDecodeConfig) -> list[Tensor]:
         """Scratch of a decode's splits, the same for each call."""
         count = TARGET_SMS
         if self.q.is_cuda:

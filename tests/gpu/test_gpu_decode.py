@@ -81,6 +81,57 @@ def test_latent_attention(heads: int, rows: int, is_view: bool) -> None:
         _compare(out[at], lse[at], q[at], k[at, :, :n], k[at, :, :n, :512], causal=rows > 1)
 
 
+@pytest.mark.parametrize("page", [0, 16, 64, 256])
+def test_latent_attention_by_hopper(page: int) -> None:
+    """Lengths around pages and tiles, splits, other tensors of the same layout, and a graph, in the
+    kernel that serves them by default on sm_90."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the hopper lowering is for sm_90")
+    q, k, _ = _inputs(5, 128, 1, 1, 1024, 576)
+    lengths = [0, 1, 1024, 257, 63] if page else [1024] * 5
+    cache, options = k, dict[str, Any](return_lse=True)
+    if page:
+        cache, table = _paged(k, page)
+        used = torch.tensor(lengths, device="cuda", dtype=torch.int32)
+        options |= {"block_table": table, "seqused_k": used}
+    spec = attngen.AttentionSpec(head_dim=576, head_dim_v=512, paged=page > 0)
+    named = {"block_table": options["block_table"]} if page else {}
+    choice = attngen.compile(spec).explain(q, cache, cache[..., :512], **named).choices[0]
+    assert choice.config.lowering == "hopper"
+
+    def compare(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
+        for b, n in enumerate(lengths):
+            at = slice(b, b + 1)
+            _compare(out[at], lse[at], q[at], k[at, :, :n], k[at, :, :n, :512])
+
+    for _ in range(3):
+        compare(*attngen.attention(q, cache, cache[..., :512], **options), q, k)
+    static_q, static_cache = q * 30, cache.clone()
+    compare(
+        *attngen.attention(static_q, static_cache, static_cache[..., :512], **options), q * 30, k
+    )
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = attngen.attention(static_q, static_cache, static_cache[..., :512], **options)
+    static_q.copy_(-q)
+    graph.replay()
+    compare(*made, -q, k)
+
+
+def test_latent_attention_in_any_batch() -> None:
+    """batch_invariant: the bits of a row alone."""
+    spec = attngen.AttentionSpec(head_dim=576, head_dim_v=512, paged=True, batch_invariant=True)
+    attend = attngen.compile(spec)
+    q, k, _ = _inputs(4, 128, 1, 1, 2048, 576)
+    pages, table = _paged(k, 64)
+    used = torch.tensor([2048, 700, 64, 1], device="cuda", dtype=torch.int32)
+    out = attend(q, pages, pages[..., :512], block_table=table, seqused_k=used)
+    for b in range(4):
+        at = slice(b, b + 1)
+        call = {"block_table": table[at], "seqused_k": used[at]}
+        assert torch.equal(attend(q[at], pages, pages[..., :512], **call), out[at])
+
+
 def test_a_graph_follows_lengths() -> None:
     q, k, v = _inputs(4, 32, 8, 1, 2048, 128)
     used = torch.full((4,), 2048, device="cuda", dtype=torch.int32)
