@@ -107,13 +107,13 @@ def attention_forward(
             )
         if mask.offsets is not None and position_bias is None:
             begins, lengths = mask.offsets
-            named |= {"cu_seqlens_q": begins, "cu_seqlens_k": begins}
-            named |= {"seqused_q": lengths, "seqused_k": lengths}
+            named["cu_seqlens_q"] = named["cu_seqlens_k"] = begins
+            named["seqused_q"] = named["seqused_k"] = lengths
+            named["causal"], named["window"] = mask.causal, mask.window
             key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
-            how = {"causal": mask.causal, "window": mask.window}
-            return _packed(query, key, value, **how, **named), None
+            return _packed(query, key, value, **named), None
         if mask.used is None or not (dropout or _needs_gradient(query, key, value)):
-            named |= _structure(mask)
+            named.update(_structure(mask))
             keys = mask.keys
         else:  # keys of several lengths have no backward
             named["attn_mask"], keys = mask.dense(), None
@@ -158,7 +158,8 @@ def _structure(mask: StructuredMask) -> dict[str, Any]:
     if mask.chunk is not None:
         named["chunk"] = mask.chunk
     if not mask.is_aligned:
-        named |= {"causal": "top_left", "q_start": mask.start, "k_start": mask.key_start}
+        named["causal"] = "top_left"
+        named["q_start"], named["k_start"] = mask.start, mask.key_start
     if mask.used is not None:
         named["seqused_k"] = mask.used
     if mask.pad is not None:
