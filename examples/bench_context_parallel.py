@@ -138,12 +138,14 @@ def measure(seqlen: int, mask: str, layout: str, options: Any, group: Any, put: 
     if options.heads == options.heads_kv and layout != "contiguous" or not causal:
         for name, method in (("torch_ring_ms", "alltoall"), ("torch_gather_ms", "allgather")):
             try:
-                put(name, median_ms(torch_step(whole, causal, method), options.rounds, group))
+                with torch_step(whole, causal, method) as step:
+                    put(name, median_ms(step, options.rounds, group))
             except Exception as error:  # an experimental API: say so, and go on
                 put(f"{name}_error", f"{type(error).__name__}: {str(error)[:120]}")
 
 
-def torch_step(whole: list[Tensor], causal: bool, method: str) -> Callable[[], None]:
+@contextmanager
+def torch_step(whole: list[Tensor], causal: bool, method: str) -> Iterator[Callable[[], None]]:
     """A call of torch's own context parallelism; buffers are cut by it, once."""
     from torch.distributed.tensor.experimental import _attention as theirs
 
@@ -151,20 +153,17 @@ def torch_step(whole: list[Tensor], causal: bool, method: str) -> Callable[[], N
     theirs.set_rotate_method(method)
     theirs._cp_options.enable_load_balance = causal
     buffers = [x.detach().clone() for x in whole]
-    context = theirs.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4)
-    context.__enter__()
-    for x in buffers[:3]:
-        x.requires_grad_()
-    *leaves, do = buffers
+    dims = [2] * len(buffers)
+    named = {"buffer_seq_dims": dims, "no_restore_buffers": set(buffers)}
+    with theirs.context_parallel(mesh, buffers=buffers, **named):
+        *leaves, do = (x.detach().requires_grad_(n < 3) for n, x in enumerate(buffers))
 
-    def step() -> None:
-        backends = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        with sdpa_kernel(backends):
-            out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
-            torch.autograd.grad(out, leaves, do)
+        def step() -> None:
+            with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]):
+                out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
+                torch.autograd.grad(out, leaves, do)
 
-    step.context = context  # type: ignore[attr-defined]  # kept while the step is
-    return step
+        yield step
 
 
 def main() -> None:

@@ -239,6 +239,18 @@ def test_what_a_method_cannot_do_is_refused(case: dict[str, Any], words: str) ->
         ({"causal": True}, {}, "causal"),
         ({"dropout_p": 0.1, "dropout_seed": 3}, {"dropout_p": 0.1}, "with a dropout_seed"),
         ({"method": "ulysses", "return_lse": True}, {"method": "ulysses"}, "with lse"),
+        ({"softmax_scale": 0.5}, {"softmax_scale": 0.25}, "softmax_scale 0.25"),
+        ({"softcap": 3.0}, {"softcap": 2.0}, "softcap 2.0"),
+        (
+            {"dropout_p": 0.1, "dropout_seed": 3, "causal": "top_left"},
+            {"dropout_p": 0.2, "dropout_seed": 3, "causal": "top_left"},
+            "dropout_p 0.2",
+        ),
+        (
+            {"dropout_p": 0.1, "dropout_seed": 3, "window": (4, 0)},
+            {"dropout_p": 0.1, "dropout_seed": 4, "window": (4, 0)},
+            "dropout_seed 4",
+        ),
     ],
 )
 def test_ranks_that_ask_for_different_things_are_told(

@@ -139,10 +139,10 @@ def test_func_dropout_follows_the_seed():
     assert not torch.equal(first, again)
 
 
-@pytest.mark.parametrize("options", OPTIONS[:2])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_packed_forms(options: dict[str, Any]):
     q, k, v = make_qkv(1, 2, 18)
-    named, _ = in_attngen(options)
+    named, scores = in_attngen(options)
 
     def of_qkv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         qkv = torch.stack(rows_first(q, k, v), 2)
@@ -157,7 +157,7 @@ def test_packed_forms(options: dict[str, Any]):
         return out.transpose(1, 2), lse
 
     for attend in (of_qkv, of_kv):
-        assert_exact(attend, q, k, v, named)
+        assert_exact(attend, q, k, v, named, scores=scores)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -180,6 +180,66 @@ def test_varlen(options: dict[str, Any], is_paged: bool):
     for n in range(4):
         rows = slice(int(cu_q[n]), int(cu_q[n + 1]))
         judge((out[rows], lse[:, rows]), q[rows], ks[n], vs[n], **in_oracle(options))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_varlen_gradients(options: dict[str, Any]):
+    """Those of each sequence by itself, of out and of lse."""
+    lengths_q, lengths_k = [5, 17, 1], [20, 21, 3]
+    generator = torch.Generator().manual_seed(4)
+    counts = ((sum(lengths_q), 2), (sum(lengths_k), 1), (sum(lengths_k), 1))
+    leaves = [torch.randn(*n, 16, generator=generator).requires_grad_() for n in counts]
+    cu_q, cu_k = (torch.tensor([0, *n]).cumsum(0).int() for n in (lengths_q, lengths_k))
+    named = {**options, "return_attn_probs": True}
+    out, lse, _ = functions.flash_attn_varlen_func(*leaves, cu_q, cu_k, 17, 21, **named)
+    do, dlse = torch.randn(out.shape), torch.randn(lse.shape).masked_fill(lse.isinf(), 0.0)
+    got = torch.autograd.grad((out, lse), leaves, (do, dlse))
+    qs, ks, vs = leaves[0].split(lengths_q), leaves[1].split(lengths_k), leaves[2].split(lengths_k)
+    want = []
+    for n, part in enumerate(zip(qs, ks, vs, strict=True)):
+        at = slice(int(cu_q[n]), int(cu_q[n + 1]))
+        one, one_lse, _ = functions.flash_attn_func(*(x[None] for x in part), **named)
+        grads = (do[at][None], dlse[None, :, at])
+        want.append(torch.autograd.grad((one, one_lse), part, grads))
+    for x, right in zip(got, map(torch.cat, zip(*want, strict=True)), strict=True):
+        torch.testing.assert_close(x, right, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("form", ["func", "qkvpacked", "kvpacked", "varlen", "varlen_qkvpacked"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_of_every_form(form: str, causal: bool):
+    """out and gradients, with the bits of the seed that torch's generator gives."""
+    rows, p = [11, 19] if "varlen" in form else [19, 19], 0.3
+    shape = (sum(rows), 3, 2, 16) if "varlen" in form else (2, 19, 3, 2, 16)
+    qkv = torch.randn(shape, generator=torch.Generator().manual_seed(7)).requires_grad_()
+    q, k, v = qkv.unbind(-3)
+    cu = torch.tensor([0, rows[0], sum(rows)], dtype=torch.int32)
+    tensors = {
+        "func": (q, k, v),
+        "qkvpacked": (qkv,),
+        "kvpacked": (q, qkv[:, :, 1:]),
+        "varlen": (q, k, v, cu, cu, 19, 19),
+        "varlen_qkvpacked": (qkv, cu, 19),
+    }[form]
+    name = "flash_attn_func" if form == "func" else f"flash_attn_{form}_func"
+    attend = getattr(functions, name)
+    torch.manual_seed(5)
+    out = attend(*tensors, dropout_p=p, causal=causal)
+    torch.manual_seed(5)
+    keep = attngen.dropout_keep(torch.randint(0, 2**63 - 1, (1,)), 2, 2, 19, 19, p)
+    found = []
+    for n, length in enumerate(rows):
+        one = qkv.flatten(0, 1) if "varlen" not in form else qkv
+        one = one[sum(rows[:n]) : sum(rows[: n + 1])].double().permute(1, 2, 0, 3)
+        s = one[0] @ one[1].mT / 4
+        seen = torch.ones(length, length, dtype=torch.bool).tril() if causal else s > -torch.inf
+        weights = s.masked_fill(~seen, -torch.inf).softmax(-1) * keep[n, :, :length, :length]
+        found.append((weights / (1 - p) @ one[2]).transpose(0, 1))
+    want = torch.cat(found).view(out.shape)
+    do = torch.randn(out.shape)
+    (got_grad,), (grad,) = (torch.autograd.grad(x, qkv, do.to(x.dtype)) for x in (out, want))
+    torch.testing.assert_close(out, want.float(), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(got_grad, grad, atol=1e-5, rtol=1e-4)
 
 
 def pages(tensors: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import copy
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from transformers import masking_utils  # noqa: E402  (not without transformers)
 from attngen.integrations import transformers as integration  # noqa: E402  (nor these)
 from attngen.integrations import transformers_masks as masks  # noqa: E402  (nor these)
 
+masks.load()
 pytestmark = pytest.mark.filterwarnings("ignore")  # of transformers and torch._dynamo
 SEQLEN = 21
 SMALL = {
@@ -281,6 +284,15 @@ def test_compiled(pair: Callable[[str], Pair], ids: Tensor):
     torch._dynamo.reset()
 
 
+@pytest.mark.parametrize("module, alone", [(masks, "load"), (integration, "register")])
+def test_what_torch_compile_traces_imports_nothing(module: Any, alone: str):
+    """transformers is a lazy module: torch 2.11 stops at an import of it."""
+    for part in ast.parse(inspect.getsource(module)).body:
+        if isinstance(part, (ast.FunctionDef, ast.ClassDef)) and part.name != alone:
+            kinds = {type(node) for node in ast.walk(part)}
+            assert not kinds & {ast.Import, ast.ImportFrom, ast.Global}, part.name
+
+
 # ---- masks ------------------------------------------------------------------------------------
 
 PACKED = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0], [0, 1, 2, 3, 4, 0, 1, 2]])
@@ -361,6 +373,57 @@ def test_documents(window: int | None, blocks: Any, compiled: bool):
     ours, dense, is_structured = call(PACKED)
     assert torch.equal(ours, dense)
     assert is_structured == (blocks is None)
+
+
+PADDED = torch.ones(3, 24, dtype=torch.bool)
+PADDED[0, :7] = PADDED[1, -9:] = PADDED[2, :3] = PADDED[2, 5:] = False
+
+
+def _padded(traits: Any, pad: Tensor) -> Any:
+    return masks._placed(traits, (*pad.shape[:1], 1, *pad.shape[1:] * 2), 0, 0, pad, "cpu")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("left", [None, 5])
+@pytest.mark.parametrize("holes", [False, True], ids=["ends", "holes"])
+def test_padding_at_the_ends_of_rows_makes_packed_sequences(causal: bool, left: Any, holes: bool):
+    """Which a Hopper lowering serves; other padding becomes documents. Both say what a dense mask
+    does, of queries that are no padding."""
+    pad = PADDED[:, torch.randperm(24)] if holes else PADDED
+    mask = _padded(masks._Traits(causal=causal, left=left, right=left), pad)
+    assert (mask.offsets is None) == holes
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(3, 2, 24, 16), (3, 1, 24, 16), (3, 1, 24, 8), (3, 24, 2, 8)]
+    q, k, v, do = (torch.randn(s, generator=generator) for s in shapes)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    named = {"scaling": 0.3, "softcap": 2.0, "s_aux": torch.tensor([0.5, -1.0])}
+    found = []
+    for each in (mask, mask.dense()):
+        out, _ = integration.attention_forward(None, *leaves, each, **named)
+        seen = out * pad[:, :, None, None]
+        found.append([seen, *torch.autograd.grad(seen, leaves, do)])
+        assert holes or each is not mask or not out[~pad].any()
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_packed_sequences_of_padding_stay_where_they_say_all():
+    """Not beside a position_bias, whose columns are those of the padded keys, and on any device."""
+    mask = _padded(masks._Traits(), PADDED)
+    moved = mask.to("meta")
+    assert all(x.device.type == "meta" for x in (*moved.offsets, *moved.documents))
+    q = torch.randn(3, 1, 24, 16)
+    bias = torch.randn(1, 1, 24, 24)
+    got, _ = integration.attention_forward(None, q, q, q, mask, position_bias=bias)
+    want, _ = integration.attention_forward(None, q, q, q, mask.dense(), position_bias=bias)
+    torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+    static = masks._placed(masks._Traits(causal=True), (3, 1, 20, 24), 0, 0, PADDED[:, :20], "cpu")
+    assert static.keys == 20 and static.offsets is not None  # an empty cache of static length
+    rows = q[:, :, :20]
+    got, _ = integration.attention_forward(None, rows, q, q, static)
+    want, _ = integration.attention_forward(None, rows, q, q, static.dense())
+    seen = PADDED[:, :20]
+    torch.testing.assert_close(got[seen], want[seen], atol=2e-6, rtol=1e-5)
 
 
 def test_a_model_that_computes_with_its_mask_gets_a_tensor():

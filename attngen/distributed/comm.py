@@ -212,24 +212,37 @@ _AGREED: dict[str, set[int]] = {}
 _MOST = 4096
 
 
-def check_agreement(group: Any, text: str, device: torch.device) -> None:
+def check_agreement(
+    group: Any, kind: str, numbers: str, seed: Tensor | None, device: torch.device
+) -> None:
     """The first call of its kind: do all ranks ask for the same? One small all-gather, and a wait.
 
     A rank that asked for something else would wait for messages that never come, or take wrong ones
     for its own. ATTNGEN_CHECK_RANKS=0 leaves all but the first check of a group out.
+
+    Args:
+        kind: what decides on messages.
+        numbers: what may change from call to call (a dropout on a schedule), compared all the same.
+        seed: int64 (1,), compared too.
     """
     known = _AGREED.setdefault(group.group_name, set())
-    digest = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")
+    digest = _digest(kind)
     if digest in known or (known and os.environ.get("ATTNGEN_CHECK_RANKS") == "0"):
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
-    mine = torch.tensor([digest], dtype=torch.int64, device=device)
+    mine = torch.zeros(2, dtype=torch.int64, device=device)
+    mine[0] = _digest(f"{kind}, {numbers}")
+    if seed is not None:
+        mine[1] = seed[0]
     world = dist.get_world_size(group)
     with explained("context parallelism", group, "the first call"):
-        found = [int(x) for x in torch.cat(all_gather(mine, [(1,)] * world, group)).tolist()]
-    if any(x != digest for x in found):
+        found = torch.stack(all_gather(mine, [(2,)] * world, group)).tolist()
+    if any(x != found[0] for x in found):
         texts: list[Any] = [None] * world
+        text = f"{kind}, {numbers}"
+        if seed is not None:
+            text += f", dropout_seed {found[dist.get_rank(group)][1]}"
         with explained("context parallelism", group, "the first call"):
             dist.all_gather_object(texts, text, group=group)
         said = "; ".join(f"rank {n}: {each}" for n, each in enumerate(texts))
@@ -241,3 +254,7 @@ def check_agreement(group: Any, text: str, device: torch.device) -> None:
     if len(known) >= _MOST:
         known.clear()
     known.add(digest)
+
+
+def _digest(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "big")

@@ -110,10 +110,11 @@ class _Call:
         )
         said += ", with a dropout_seed" if self.spec.has_dropout and not draws else ""
         said += ", with lse" if self.exchange is not None and wants_lse else ""
-        comm.check_agreement(plan.group, said, q.device)
-        for group in (plan.ring, plan.ulysses):
-            if group is not None and group is not plan.group:
-                comm.check_agreement(group, said, q.device)
+        numbers = ", ".join(f"{name} {x}" for name, x in self.scalars.items())
+        seed = None if draws else self.terms.get("dropout_seed")
+        for group in dict.fromkeys((plan.group, plan.ring, plan.ulysses)):
+            if group is not None:
+                comm.check_agreement(group, said, numbers, seed, q.device)
 
     def work(self) -> Work:
         """For the heads of this rank, and with the documents of its queries."""

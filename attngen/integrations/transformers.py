@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attngen.api import attention
 from attngen.errors import SpecError
-from attngen.integrations.transformers_masks import StructuredMask, structured_mask
+from attngen.integrations.transformers_masks import StructuredMask, load, structured_mask
 from attngen.torch_sdpa import check_mask_dtype
 
 
@@ -35,6 +35,8 @@ def register(name: str = "attngen", *, packed: bool = True) -> str:
     """
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
+
+        load()
     except ImportError as error:
         raise ImportError(
             f"attngen.integrations.transformers needs transformers 5 ({error}); install it with "
@@ -78,7 +80,8 @@ def attention_forward(
             batch packed sequences, whatever attention_mask says.
 
     Returns:
-        out (batch, q_length, num_heads_q, head_dim_v), contiguous, and no weights.
+        out (batch, q_length, num_heads_q, head_dim_v), contiguous, and no weights. Queries that are
+        padding have 0 where each row's padding lies at its ends, as flash-attn has it.
     """
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
@@ -89,9 +92,12 @@ def attention_forward(
         "dropout_p": dropout,
     }
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    offsets = (options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k"))
-    if not (offsets[0] is None or offsets[1] is None) and position_bias is None:
-        return _packed(query, key, value, offsets, bool(causal), sliding_window, named), None
+    begins_q, begins_k = options.get("cu_seq_lens_q"), options.get("cu_seq_lens_k")
+    if begins_q is not None and begins_k is not None and position_bias is None:
+        named["cu_seqlens_q"], named["cu_seqlens_k"] = begins_q.int(), begins_k.int()
+        if sliding_window is not None:
+            named["window"] = (sliding_window - 1, None if causal else sliding_window - 1)
+        return _packed(query, key, value, causal=bool(causal), **named), None
     if isinstance(attention_mask, StructuredMask):
         mask = attention_mask
         if key.shape[2] != mask.sizes[3]:
@@ -99,8 +105,15 @@ def attention_forward(
                 f"the mask was made for {mask.sizes[3]} keys, but this layer has {key.shape[2]}; "
                 "hand the model a mask of 4 dims"
             )
+        if mask.offsets is not None and position_bias is None:
+            begins, lengths = mask.offsets
+            named["cu_seqlens_q"] = named["cu_seqlens_k"] = begins
+            named["seqused_q"] = named["seqused_k"] = lengths
+            named["causal"], named["window"] = mask.causal, mask.window
+            key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
+            return _packed(query, key, value, **named), None
         if mask.used is None or not (dropout or _needs_gradient(query, key, value)):
-            named |= _structure(mask)
+            named.update(_structure(mask))
             keys = mask.keys
         else:  # keys of several lengths have no backward
             named["attn_mask"], keys = mask.dense(), None
@@ -145,7 +158,8 @@ def _structure(mask: StructuredMask) -> dict[str, Any]:
     if mask.chunk is not None:
         named["chunk"] = mask.chunk
     if not mask.is_aligned:
-        named |= {"causal": "top_left", "q_start": mask.start, "k_start": mask.key_start}
+        named["causal"] = "top_left"
+        named["q_start"], named["k_start"] = mask.start, mask.key_start
     if mask.used is not None:
         named["seqused_k"] = mask.used
     if mask.pad is not None:
@@ -159,29 +173,9 @@ def _needs_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
-def _packed(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    offsets: tuple[Any, Any],
-    causal: bool,
-    sliding_window: int | None,
-    named: dict[str, Any],
-) -> Tensor:
+def _packed(query: Tensor, key: Tensor, value: Tensor, **named: Any) -> Tensor:
     """Attention within sequences whose rows follow each other in (batch, q_length)."""
     batch, _, rows, _ = query.shape
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    if sliding_window is not None:
-        named["window"] = (sliding_window - 1, None if causal else sliding_window - 1)
-    cu_seqlens_q, cu_seqlens_k = (x.to(torch.int32) for x in offsets)
-    out = attention(
-        q,
-        k,
-        v,
-        causal=causal,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        layout="thd",
-        **named,
-    )
+    out: Tensor = attention(q, k, v, layout="thd", **named)
     return out.unflatten(0, (batch, rows))  # type: ignore[no-any-return]  # a Tensor

@@ -1,6 +1,8 @@
 """Masks of transformers' models without an entry for each pair of query and key.
 
 `structured_mask` is what transformers calls, once for all layers of a kind, before any layer runs.
+torch.compile traces it, and so no function here imports but `load`: transformers' package is a lazy
+module, which torch 2.11 refuses there.
 """
 
 from __future__ import annotations
@@ -13,6 +15,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 
 from attngen.decode import MAX_ROWS
+
+masking_utils: Any = None
+"""transformers' module of this name, once `load` has run."""
 
 
 class StructuredMask(BlockMask):
@@ -34,6 +39,7 @@ class StructuredMask(BlockMask):
         pad: Tensor | None,
         documents: tuple[Tensor, Tensor] | None,
         device: Any,
+        offsets: tuple[Tensor, Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -44,6 +50,8 @@ class StructuredMask(BlockMask):
             used: the same of each batch row, int32 (batch,), where start is a tensor.
             pad: bool (batch, kv_length), False for a key that is padding.
             documents: int32 ids of queries and keys, (1 or batch, length).
+            offsets: where padding leaves each row one sequence, of queries and keys alike: where
+                these begin in rows of all of the batch, int32 (batch + 1,), and their lengths.
         """
         self.sizes = sizes
         self.causal = traits.causal
@@ -55,6 +63,7 @@ class StructuredMask(BlockMask):
         self.used = used
         self.pad = pad
         self.documents = documents
+        self.offsets = offsets
         self.place = device
         self.is_aligned = True
         """Do the queries end where the keys end?"""
@@ -111,8 +120,9 @@ class StructuredMask(BlockMask):
         found.__dict__ |= {
             name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()
         }
-        if self.documents is not None:
-            found.documents = (self.documents[0].to(device), self.documents[1].to(device))
+        for name in ("documents", "offsets"):
+            if (both := getattr(self, name)) is not None:
+                setattr(found, name, (both[0].to(device), both[1].to(device)))
         found.place = device
         return found
 
@@ -176,7 +186,7 @@ def structured_mask(
         a StructuredMask, or bool (batch, 1, q_length, kv_length).
     """
     if mask_function is None:
-        mask_function = masking_utils().causal_mask_function
+        mask_function = masking_utils.causal_mask_function
     traits = None
     if not use_vmap and not torch.compiler.is_compiling():
         traits = _read(mask_function, attention_mask is None)
@@ -196,7 +206,7 @@ def structured_mask(
             found = _placed(traits, sizes, q_offset, kv_offset, attention_mask, device)
         if found is not None:
             return None if may_skip and _says_nothing(found) else found
-    return masking_utils().sdpa_mask(  # the model computes with it, or it has no structure
+    return masking_utils.sdpa_mask(  # the model computes with it, or it has no structure
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -212,19 +222,21 @@ def structured_mask(
     )
 
 
-def masking_utils() -> Any:
+def load() -> None:
+    """Find transformers' mask functions; `structured_mask` needs it to have run."""
+    global masking_utils
     from transformers import masking_utils as module
 
-    return module
+    masking_utils = module
 
 
 def _read(function: Callable[..., Any], is_unpadded: bool) -> _Traits | None:
     """What a mask function says, from the names of its parts; None where it says anything else."""
-    if function is masking_utils().causal_mask_function:
+    if function is masking_utils.causal_mask_function:
         return _Traits(causal=True)
-    if function is masking_utils().bidirectional_mask_function:
+    if function is masking_utils.bidirectional_mask_function:
         return _Traits()
-    if getattr(function, "__module__", None) != masking_utils().__name__:
+    if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
     maker = getattr(function, "__qualname__", "").partition(".")[0]
     code, cells = getattr(function, "__code__", None), getattr(function, "__closure__", None)
@@ -344,6 +356,10 @@ class _Rows(Tensor):
             return function(*args, **(kwargs or {}))
 
 
+AND_NAMES = ("and_mask", "and_masks.<locals>.and_mask")
+"""What torch.compile calls what transformers' and_masks makes; the second one until torch 2.11."""
+
+
 def _trace(
     function: Any, local_size: int | None, rows: tuple[Any, Any, Any] | None, packed: bool
 ) -> _Traits | None:
@@ -353,11 +369,11 @@ def _trace(
         local_size: transformers' word for the size of its window.
         rows: (batch, length, device) where documents may be packed; None elsewhere.
     """
-    if function is masking_utils().causal_mask_function:
+    if function is masking_utils.causal_mask_function:
         return _Traits(causal=True)
-    if function is masking_utils().bidirectional_mask_function:
+    if function is masking_utils.bidirectional_mask_function:
         return _Traits()
-    if function.__qualname__ != "and_masks.<locals>.and_mask":
+    if function.__name__ not in AND_NAMES:
         return None
     if rows is None:
         said = function(0, 0, _Index("query"), _Index("key")) if local_size is not None else None
@@ -409,13 +425,15 @@ def _placed(
         start, key_start = q_offset, kv_offset
     last = keys if end is None else end
     if traits.causal and traits.left is not None and last <= traits.left + 1:
-        traits = traits._replace(left=None)  # all keys
-    pad = _padding(attention_mask, keys, kv_offset, last, rows)
-    documents = None
+        traits = _Traits(traits.causal, None, traits.right, traits.chunk, traits.documents)
+    pad, is_row = _padding(attention_mask, keys, kv_offset, last, rows)
+    documents = offsets = None
     if traits.documents is not None:
         ids = traits.documents.to(torch.int32)
         documents = (ids, ids)
     elif pad is not None and used is None and rows > MAX_ROWS:
+        if is_row and rows == last and start == key_start == 0 and traits.chunk is None:
+            offsets = _offsets(pad[:, :last])
         documents = (pad.new_zeros((1, rows), dtype=torch.int32), pad.to(torch.int32) - 1)
         pad = None
     return StructuredMask(
@@ -428,28 +446,42 @@ def _placed(
         pad=pad,
         documents=documents,
         device=device,
+        offsets=offsets,
     )
 
 
 def _padding(
     attention_mask: Tensor | None, keys: Any, kv_offset: Any, last: Any, rows: Any
-) -> Tensor | None:
-    """Which keys exist, bool (batch, keys); None if all do.
+) -> tuple[Tensor | None, bool]:
+    """Which keys exist, bool (batch, keys), None if all do; and is it known that those of each row
+    follow each other?
 
     Outside of torch.compile that is looked at once for all layers, as transformers' own masks do,
     but not where few rows come one call after another.
     """
     if attention_mask is None:
-        return None
+        return None, False
     pad = attention_mask.to(torch.bool)
     if (missing := keys + kv_offset - pad.shape[1]) > 0:
         pad = torch.nn.functional.pad(pad, (0, missing))
     pad = pad[:, kv_offset : kv_offset + keys]
     if torch.compiler.is_compiling() or type(pad) is not Tensor or rows <= MAX_ROWS:
-        return pad
+        return pad, False
     if pad.is_cuda and torch.cuda.is_current_stream_capturing():
-        return pad
-    return None if bool(pad[:, :last].all()) else pad
+        return pad, False
+    seen = pad[:, :last]
+    begins = seen[:, 1:].logical_and(~seen[:, :-1]).sum(1) + seen[:, 0]
+    is_whole, is_row = torch.stack((seen.all(), (begins <= 1).all())).tolist()  # one wait
+    return (None if is_whole else pad), is_row
+
+
+def _offsets(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the keys of each row begin in rows of all of the batch, and how many they are."""
+    batch, length = seen.shape
+    first = seen.to(torch.int8).argmax(1)
+    begins = torch.arange(batch + 1, device=seen.device) * length
+    begins[:-1] += first
+    return begins.to(torch.int32), seen.sum(1, dtype=torch.int32)
 
 
 def _says_nothing(mask: StructuredMask) -> bool:
