@@ -17,7 +17,7 @@ from attngen.errors import TuningError
 from attngen.gpu import by_name
 from attngen.spec import AttentionSpec
 from attngen.store import Store
-from attngen.tuner import case, compile_pool, gate, tune
+from attngen.tuner import case, compile_pool, gate, timing_client, tune
 from attngen.tuner.compile_pool import CompilePool
 from attngen.tuner.process import Worker, WorkerLostError
 from attngen.tuner.static_check import check, objection
@@ -91,6 +91,27 @@ def test_a_lost_timing_worker_is_replaced():
             client.verify(FWD)
         assert caught.value.status == "crashed"
         assert client.verify(FWD) < 0.05  # with its tensors set up again
+
+
+@pytest.mark.parametrize("kills", [2, 3])
+def test_a_timing_worker_killed_while_it_starts_is_started_again(monkeypatch, kills):
+    started = []
+
+    class Killed(timing_client.Worker):
+        def __init__(self, *arguments, **named):
+            super().__init__(*arguments, **named)
+            started.append(self)
+            if len(started) <= kills:
+                self._process.kill()
+
+    monkeypatch.setattr(timing_client, "Worker", Killed)
+    if kills < timing_client.STARTS:
+        with TimingClient(interpret=True) as client:
+            assert client.gpu.is_interpreter
+    else:
+        with pytest.raises(TuningError, match="does not start.*exit code -9"):
+            TimingClient(interpret=True)
+    assert len(started) == timing_client.STARTS
 
 
 @pytest.mark.parametrize("limit", [None, 10e6], ids=["first", "best-known"])

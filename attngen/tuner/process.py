@@ -27,6 +27,11 @@ CLOSE_TIMEOUT_S = 5.0
 class WorkerLostError(Exception):
     """A child died, hung or broke the protocol; it is gone, and the message says why."""
 
+    def __init__(self, message: str, was_killed: bool = False) -> None:
+        super().__init__(message)
+        self.was_killed = was_killed
+        """By a signal from outside: for want of memory, or by a person."""
+
 
 class Worker:
     """One child process. Not for several threads at once."""
@@ -89,7 +94,8 @@ class Worker:
             self._process.wait(CLOSE_TIMEOUT_S)
         code, words = self._process.poll(), self._last_words()
         self.kill()
-        return WorkerLostError(f"{self.module} ended with exit code {code}: {words}")
+        was_killed = code == -signal.SIGKILL
+        return WorkerLostError(f"{self.module} ended with exit code {code}: {words}", was_killed)
 
     def _last_words(self) -> str:
         if self._stderr.closed:

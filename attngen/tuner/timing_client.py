@@ -19,6 +19,8 @@ RUN_TIMEOUT_S = 30.0
 LOAD_TIMEOUT_S = 90.0
 OPEN_TIMEOUT_S = 180.0
 START_TIMEOUT_S = 120.0
+STARTS = 3
+"""How often a worker that is killed while it starts is started."""
 
 SLOWEST_FLOPS = 1e13
 """Operations a second below which no kernel is waited for: a tenth of what good ones do."""
@@ -74,11 +76,14 @@ class TimingClient:
             self.gpu = GpuInfo(**hello["gpu"])
             self.provenance = Provenance(**hello["provenance"])
 
-    def _start(self) -> dict[str, Any]:
+    def _start(self, starts: int = STARTS) -> dict[str, Any]:
         self._worker = Worker(MODULE, self._device, environment=self._environment)
         try:
             return self._worker.ask({"do": "hello"}, START_TIMEOUT_S)
         except WorkerLostError as error:
+            self._worker = None
+            if error.was_killed and starts > 1:
+                return self._start(starts - 1)
             raise TuningError(
                 f"the timing worker does not start: {error}; check that PyTorch can use this GPU"
             ) from None
