@@ -3,7 +3,9 @@ and that faults are noticed; which calls it serves."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from test_compile_only import compile_all, needs_checked_triton
 from test_hopper import UNWRITTEN, load
 from torch import Tensor
 
-from attngen import hopper_decode, lowering
-from attngen.config import infeasible
+from attngen import hopper_decode, lowering, settle
+from attngen.config import KernelConfig, infeasible
 from attngen.decode import DecodeConfig
 from attngen.gpu import by_name
+from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.hopper_decode import HopperDecodeConfig
 from attngen.render import render, template_hash
 from attngen.search_space import search_order, search_starts
@@ -206,7 +209,7 @@ def at(spec: AttentionSpec, heads: int = 128) -> Bucket:
     return spec_bucket("decode", spec, Workload(64, heads, 1, 1, 4096))
 
 
-def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_serves() -> None:
     if needs_checked_triton.args[0]:
         pytest.skip("for the Triton that the lowering is checked with")
     for options in ({}, {"paged": True}, {"key_lengths": True}, {"dtype": "float16"}):
@@ -227,9 +230,64 @@ def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no causal, window or chunk" in why
     invariant = spec_of(512, batch_invariant=True)
     assert lowering.default(invariant, at(invariant), H200) == HopperDecodeConfig(split_keys=512)
-    monkeypatch.setenv("ATTNGEN_LOWERING", "triton")
-    assert isinstance(lowering.default(spec, at(spec), H200), DecodeConfig)
-    assert CONFIG not in search_order(spec, at(spec), H200)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is obeyed where it can be, alike by the default, by searches and for what is stored;
+    decodes without a hopper kernel are served and tuned as if it were unset, and notes say why."""
+    if needs_checked_triton.args[0]:
+        pytest.skip("for the Triton that the lowering is checked with")
+    spec = spec_of(512, paged=True)
+    portable = lowering.by_pointer(spec, CONFIG, at(spec), H200)
+    cases: list[tuple[AttentionSpec, Bucket, str]] = [
+        (spec, at(spec, heads=8), "8 rows .* are fewer than 16"),
+        (spec_of(512, causal=True), at(spec), "has no causal"),
+        (AttentionSpec(head_dim=128), at(spec), "needs shared_kv"),
+    ]
+    unset = [lowering.default(one, bucket, H200) for one, bucket, _ in cases]
+    for name, lowerings in (("triton", {"triton"}), ("hopper", {"hopper"})):
+        monkeypatch.setenv("ATTNGEN_LOWERING", name)
+        assert lowering.default(spec, at(spec), H200).lowering == name
+        assert {one.lowering for one in search_order(spec, at(spec), H200)} == lowerings
+        for one in (portable, CONFIG):
+            assert bool(lowering.refusal(spec, one, at(spec), H200)) is (one.lowering != name)
+    for (one, bucket, why), config in zip(cases, unset, strict=True):
+        assert lowering.default(one, bucket, H200) == config
+        assert {each.lowering for each in search_order(one, bucket, H200)} == {"triton"}
+        assert not lowering.refusal(one, config, bucket, H200)
+        (note,) = lowering.notes(one, config, bucket, H200)
+        assert re.match(f"not lowering=hopper, in spite of ATTNGEN_LOWERING: .*{why}", note)
+
+
+def test_a_capture_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of its sizes, too: nothing is copied to the device. No note says otherwise."""
+    spec = spec_of(512)
+    (note,) = lowering.notes(spec, CONFIG, at(spec), H200)
+    assert "TMA cannot address" in note and "captured" not in note
+    portable = lowering.by_pointer(spec, CONFIG, at(spec), H200)
+    hopper, other = (
+        SimpleNamespace(config=one, prepared=lambda *_, one=one, **__: one)
+        for one in (CONFIG, portable)
+    )
+    resolved = SimpleNamespace(kernel=hopper, by_pointer=other, gpu=H200)
+    monkeypatch.setattr(settle, "resolve", lambda *given: resolved)
+    monkeypatch.setattr(settle, "_is_captured", lambda device: True)
+    q, wide = (torch.empty(1, 64, 1, width, dtype=torch.bfloat16) for width in (576, 580))
+    for k, config in ((q[:, :1], CONFIG), (wide[:, :1, :, :576].expand(1, 1, 9, 576), portable)):
+        tiles = (q, k, k[..., :512])
+        call, lasts = settle.settled("decode", spec.text_key, tiles, (), [1.0], [0], [])
+        assert call.run == config and lasts
+
+
+@pytest.mark.parametrize("config", [HopperFwdConfig(), HopperBwdConfig(), CONFIG], ids=str)
+def test_emitted_files_say_which_gpu_they_need(
+    config: KernelConfig, monkeypatch: pytest.MonkeyPatch, session_cache: Path
+) -> None:
+    spec = spec_of() if config is CONFIG else AttentionSpec(head_dim=128)
+    module = load(render(spec, config), config.direction, session_cache)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"needs a GPU of compute capability 9\.0"):
+        module.main()
 
 
 def test_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
