@@ -98,7 +98,7 @@ def infeasible(spec: AttentionSpec, config: HopperDecodeConfig, gpu: GpuInfo) ->
     if not 1 <= config.programs_per_sm <= 32:
         why.append(f"programs_per_sm={config.programs_per_sm} must be from 1 to 32")
     if config.split_keys < 0 or config.split_keys % KEYS:
-        why.append(f"split_keys={config.split_keys} must be a multiple of {KEYS}")
+        why.append(f"split_keys={config.split_keys} must be 0 or a positive multiple of {KEYS}")
     if spec.batch_invariant and not config.split_keys:
         why.append("split_keys=0 makes splits of other sizes in other batches: batch_invariant")
     if why:
@@ -123,11 +123,18 @@ def few_rows(bucket: Bucket) -> list[str]:
     ]
 
 
+def unserved_here(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[str]:
+    """Why no config serves calls of these sizes; empty if one does."""
+    default = _every(spec)[0]
+    return unserved(spec, gpu) or few_rows(bucket) or infeasible(spec, default, gpu)
+
+
 def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperDecodeConfig]:
     """Every config that may serve, the default first; none for few rows."""
-    if few_rows(bucket):
-        return []
-    every = [HopperDecodeConfig(programs_per_sm=count) for count in (1, 2)]
+    return [] if unserved_here(spec, bucket, gpu) else _every(spec)
+
+
+def _every(spec: AttentionSpec) -> list[HopperDecodeConfig]:
     if spec.batch_invariant:
-        every = [HopperDecodeConfig(split_keys=keys) for keys in (512, 1024, 2048)]
-    return [config for config in every if not infeasible(spec, config, gpu)]
+        return [HopperDecodeConfig(split_keys=keys) for keys in (512, 1024, 2048)]
+    return [HopperDecodeConfig(programs_per_sm=count) for count in (1, 2)]

@@ -51,9 +51,19 @@ def required(spec: AttentionSpec, gpu: GpuInfo) -> Lowering | None:
     return lowering
 
 
-def refusal(config: KernelConfig) -> list[str]:
-    """Why ATTNGEN_LOWERING excludes a config; empty if it does not."""
+def asked_of_decode(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> Lowering | None:
+    """What ATTNGEN_LOWERING asks of a decode: hopper where it serves, since few decodes have such
+    a kernel; elsewhere as if it were unset."""
     lowering = forced()
+    if lowering == "hopper" and not hopper_decode.candidates(spec, bucket, gpu):
+        return None
+    return lowering
+
+
+def refusal(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo) -> list[str]:
+    """Why ATTNGEN_LOWERING excludes a config; empty if it does not."""
+    is_decode = bucket.direction == "decode"
+    lowering = asked_of_decode(spec, bucket, gpu) if is_decode else forced()
     return [f"{SWITCH}={lowering}"] if lowering not in (None, config.lowering) else []
 
 
@@ -65,8 +75,10 @@ def default(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> KernelConfig:
         NoFeasibleConfigError: nothing fits.
     """
     if bucket.direction == "decode":
-        latent = hopper_decode.candidates(spec, bucket, gpu) if forced() != "triton" else []
-        return latent[0] if latent else default_config(spec, bucket, gpu)
+        latent = hopper_decode.candidates(spec, bucket, gpu)
+        if latent and asked_of_decode(spec, bucket, gpu) != "triton":
+            return latent[0]
+        return default_config(spec, bucket, gpu)
     wanted = required(spec, gpu)
     if wanted == "hopper":
         return hopper_space.default(spec, bucket, gpu)
@@ -96,21 +108,22 @@ def by_pointer(
 
 def notes(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo) -> list[str]:
     """Readable lines: which lowering serves, and why not the other."""
-    lowering = forced()
+    lowering, is_decode = forced(), bucket.direction == "decode"
     lines = [] if lowering is None else [f"lowering={lowering}, because {SWITCH} says so"]
     if config.lowering == "hopper":
         instead = by_pointer(spec, config, bucket, gpu)
-        return [
-            *lines,
-            "tensors that TMA cannot address, and a first call of its sizes while a CUDA graph is "
-            f"captured, are served by {instead.key}",
-        ]
+        first = ", and a first call of its sizes while a CUDA graph is captured,"
+        others = f"tensors that TMA cannot address{'' if is_decode else first}"
+        return [*lines, f"{others} are served by {instead.key}"]
+    if is_decode and lowering == "hopper":
+        why = hopper_decode.unserved_here(spec, bucket, gpu)
+        return [f"not lowering=hopper, in spite of {SWITCH}: {'; '.join(why)}"]
     if lines:
         return lines
-    if gpu.arch != hopper.ARCH or (bucket.direction == "decode" and not spec.shared_kv):
+    if gpu.arch != hopper.ARCH or (is_decode and not spec.shared_kv):
         return []
-    if bucket.direction == "decode":
-        why = hopper_decode.unserved(spec, gpu) or hopper_decode.few_rows(bucket)
+    if is_decode:
+        why = hopper_decode.unserved_here(spec, bucket, gpu)
     else:
         why = hopper.unserved(spec, gpu)
     if not why:

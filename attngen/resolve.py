@@ -78,7 +78,11 @@ def _look_up(
     """
 
     def accept(config: KernelConfig) -> list[str]:
-        return refused.get(config) or lowering.refusal(config) or infeasible(spec, config, gpu)
+        return (
+            refused.get(config)
+            or lowering.refusal(spec, config, bucket, gpu)
+            or infeasible(spec, config, gpu)
+        )
 
     with _records() as (store, pool):
         found = lookup(store, key, bucket, gpu, accept, shipped_records=pool)

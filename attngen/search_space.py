@@ -128,9 +128,12 @@ def search_order(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Kern
     it serves, then the portable ones in the model's order."""
     order: list[KernelConfig] = []
     if bucket.direction == "decode":
-        if lowering.forced() != "triton":
+        asked = lowering.asked_of_decode(spec, bucket, gpu)
+        if asked != "triton":
             order += hopper_decode.candidates(spec, bucket, gpu)
-        return order + portable_order(spec, bucket, gpu)
+        if asked != "hopper":
+            order += portable_order(spec, bucket, gpu)
+        return order
     wanted = lowering.required(spec, gpu)
     if wanted != "triton":
         order += hopper_space.candidates(spec, bucket, gpu)

@@ -3,7 +3,9 @@ and that faults are noticed; which calls it serves."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from test_compile_only import compile_all, needs_checked_triton
 from test_hopper import UNWRITTEN, load
 from torch import Tensor
 
-from attngen import hopper_decode, lowering
-from attngen.config import infeasible
+from attngen import hopper_decode, lowering, settle
+from attngen.config import KernelConfig, infeasible
 from attngen.decode import DecodeConfig
 from attngen.gpu import by_name
+from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.hopper_decode import HopperDecodeConfig
 from attngen.render import render, template_hash
 from attngen.search_space import search_order, search_starts
@@ -83,28 +86,36 @@ def attend(
     k: Tensor,
     splits: int = 1,
     seed: int = 0,
+    out: Tensor | None = None,
+    softmax_scale: float = SCALE,
     **named: Any,
 ) -> tuple[Tensor, Tensor]:
-    out = torch.full((*q.shape[:3], spec.head_dim_v), UNWRITTEN, dtype=q.dtype)
+    if out is None:
+        out = torch.full((*q.shape[:3], spec.head_dim_v), UNWRITTEN, dtype=q.dtype)
     lse = torch.full(q.shape[:3], UNWRITTEN)
     scratch = None
     if splits > 1:
         scratch = torch.full((splits, lse.numel() * (spec.head_dim_v + 2)), float("nan"))
     v = k[..., : spec.head_dim_v]
-    run(module.plan(q, k, v, out, lse, scratch, softmax_scale=SCALE, **named), seed)
+    run(module.plan(q, k, v, out, lse, scratch, softmax_scale=softmax_scale, **named), seed)
     return out, lse
 
 
 def compare(
-    spec: AttentionSpec, got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, lengths: list[int]
+    spec: AttentionSpec,
+    got: tuple[Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    lengths: list[int],
+    scale: float = SCALE,
 ) -> None:
     for b, length in enumerate(lengths):
         at = slice(b, b + 1)
         tensors = (q[at], k[at, :, :length], k[at, :, :length, : spec.head_dim_v])
-        want, yard = (f(*tensors, scale=SCALE) for f in (oracle.attention, oracle.unfused))
-        for x, name, dtype in zip(got, ("out", "lse"), (q.dtype, torch.float32), strict=True):
+        want, yard = (f(*tensors, scale=scale) for f in (oracle.attention, oracle.unfused))
+        for x, name in zip(got, ("out", "lse"), strict=True):
             right, about = getattr(want, name), getattr(yard, name)
-            ok, why = oracle.judge(x[at], right, dtype, yard=about)
+            ok, why = oracle.judge(x[at], right, x.dtype, yard=about)
             assert ok, f"{name} of {b}: {why}"
 
 
@@ -153,6 +164,69 @@ def test_bits_depend_on_the_row_alone(session_cache: Path) -> None:
         alone = {name: x[at] for name, x in named.items()}
         one = attend(module, spec, q[at], cache, splits=2, **alone)
         assert all(torch.equal(x, y[at]) for x, y in zip(one, got, strict=True))
+
+
+def test_bits_depend_on_no_room(session_cache: Path) -> None:
+    """One split, which no kernel merges, gives what several do of which one has keys."""
+    spec = spec_of(key_lengths=True, batch_invariant=True)
+    q, k, cache, named = inputs(spec, [500, 130], heads=4)
+    module = emitted(spec, session_cache, config=HopperDecodeConfig(split_keys=512))
+    one, many = (attend(module, spec, q, cache, splits, **named) for splits in (1, 3))
+    compare(spec, one, q, k, [500, 130])
+    assert all(torch.equal(x, y) for x, y in zip(one, many, strict=True))
+
+
+@pytest.mark.parametrize("junk", [2**30, -(2**31)])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_entries_behind_lengths(junk: int, splits: int, session_cache: Path) -> None:
+    """No address comes from them, whatever they hold."""
+    spec, lengths = spec_of(paged=True), [0, 1, 63, 64, 65]
+    q, k, cache, named = inputs(spec, lengths, heads=100 if splits == 1 else 16, page=64)
+    table = named["block_table"]
+    named["block_table"] = table.where(table >= 0, junk)
+    compare(
+        spec, attend(emitted(spec, session_cache), spec, q, cache, splits, **named), q, k, lengths
+    )
+
+
+@pytest.mark.parametrize("scale", [1e-30, 50.0, 1e30])
+def test_scales(scale: float, session_cache: Path) -> None:
+    spec = spec_of()
+    q, k, _, _ = inputs(spec, [200], heads=16)
+    got = attend(emitted(spec, session_cache), spec, q, k, softmax_scale=scale)
+    compare(spec, got, q, k, [200], scale)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(("key", "splits"), [(70, 1), (199, 2)])
+def test_a_key_that_is_seen_and_not_finite(
+    value: float, key: int, splits: int, session_cache: Path
+) -> None:
+    """NaN are where plain PyTorch has them; lse is NaN where out is in all columns."""
+    spec = spec_of()
+    q, k, _, _ = inputs(spec, [200], heads=16)
+    k[0, 0, key, 5] = value
+    out, lse = attend(emitted(spec, session_cache), spec, q, k, splits)
+    want = oracle.unfused(q, k, k[..., : spec.head_dim_v], scale=SCALE).out.isnan()
+    assert want.any() and torch.equal(out.isnan(), want)
+    assert torch.equal(lse.isnan(), want.all(3))
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_strides(splits: int, session_cache: Path) -> None:
+    """q and k in padded rows of other tensors, and a float32 out between numbers that stay."""
+    spec, lengths = spec_of(key_lengths=True), [130, 64]
+    q, k, cache, named = inputs(spec, lengths, heads=20, rows=4)
+    wide_q = torch.full((2, 4, 21, 200), float("nan"), dtype=q.dtype)
+    wide_k = torch.full((3, 140, 2, 256), float("nan"), dtype=q.dtype)
+    wide_out = torch.full((2, 4, 22, 133), UNWRITTEN)
+    padded_q = wide_q[:, :, :20, :192].transpose(1, 2).copy_(q)
+    padded_k = wide_k[:2, :130, :1, :192].transpose(1, 2).copy_(cache)
+    out = wide_out[:, :, 1:21, 3:131].transpose(1, 2)
+    got = attend(emitted(spec, session_cache), spec, padded_q, padded_k, splits, out=out, **named)
+    compare(spec, (got[0].to(q.dtype), got[1]), q, k, lengths)
+    out.fill_(UNWRITTEN)
+    assert (wide_out == UNWRITTEN).all()
 
 
 @pytest.mark.parametrize("order", ["rising", "falling"])
@@ -206,7 +280,7 @@ def at(spec: AttentionSpec, heads: int = 128) -> Bucket:
     return spec_bucket("decode", spec, Workload(64, heads, 1, 1, 4096))
 
 
-def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_it_serves() -> None:
     if needs_checked_triton.args[0]:
         pytest.skip("for the Triton that the lowering is checked with")
     for options in ({}, {"paged": True}, {"key_lengths": True}, {"dtype": "float16"}):
@@ -227,9 +301,64 @@ def test_what_it_serves(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "has no causal, window or chunk" in why
     invariant = spec_of(512, batch_invariant=True)
     assert lowering.default(invariant, at(invariant), H200) == HopperDecodeConfig(split_keys=512)
-    monkeypatch.setenv("ATTNGEN_LOWERING", "triton")
-    assert isinstance(lowering.default(spec, at(spec), H200), DecodeConfig)
-    assert CONFIG not in search_order(spec, at(spec), H200)
+
+
+def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is obeyed where it can be, alike by the default, by searches and for what is stored;
+    decodes without a hopper kernel are served and tuned as if it were unset, and notes say why."""
+    if needs_checked_triton.args[0]:
+        pytest.skip("for the Triton that the lowering is checked with")
+    spec = spec_of(512, paged=True)
+    portable = lowering.by_pointer(spec, CONFIG, at(spec), H200)
+    cases: list[tuple[AttentionSpec, Bucket, str]] = [
+        (spec, at(spec, heads=8), "8 rows .* are fewer than 16"),
+        (spec_of(512, causal=True), at(spec), "has no causal"),
+        (AttentionSpec(head_dim=128), at(spec), "needs shared_kv"),
+    ]
+    unset = [lowering.default(one, bucket, H200) for one, bucket, _ in cases]
+    for name, lowerings in (("triton", {"triton"}), ("hopper", {"hopper"})):
+        monkeypatch.setenv("ATTNGEN_LOWERING", name)
+        assert lowering.default(spec, at(spec), H200).lowering == name
+        assert {one.lowering for one in search_order(spec, at(spec), H200)} == lowerings
+        for one in (portable, CONFIG):
+            assert bool(lowering.refusal(spec, one, at(spec), H200)) is (one.lowering != name)
+    for (one, bucket, why), config in zip(cases, unset, strict=True):
+        assert lowering.default(one, bucket, H200) == config
+        assert {each.lowering for each in search_order(one, bucket, H200)} == {"triton"}
+        assert not lowering.refusal(one, config, bucket, H200)
+        (note,) = lowering.notes(one, config, bucket, H200)
+        assert re.match(f"not lowering=hopper, in spite of ATTNGEN_LOWERING: .*{why}", note)
+
+
+def test_a_capture_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first call of its sizes, too: nothing is copied to the device. No note says otherwise."""
+    spec = spec_of(512)
+    (note,) = lowering.notes(spec, CONFIG, at(spec), H200)
+    assert "TMA cannot address" in note and "captured" not in note
+    portable = lowering.by_pointer(spec, CONFIG, at(spec), H200)
+    hopper, other = (
+        SimpleNamespace(config=one, prepared=lambda *_, one=one, **__: one)
+        for one in (CONFIG, portable)
+    )
+    resolved = SimpleNamespace(kernel=hopper, by_pointer=other, gpu=H200)
+    monkeypatch.setattr(settle, "resolve", lambda *given: resolved)
+    monkeypatch.setattr(settle, "_is_captured", lambda device: True)
+    q, wide = (torch.empty(1, 64, 1, width, dtype=torch.bfloat16) for width in (576, 580))
+    for k, config in ((q[:, :1], CONFIG), (wide[:, :1, :, :576].expand(1, 1, 9, 576), portable)):
+        tiles = (q, k, k[..., :512])
+        call, lasts = settle.settled("decode", spec.text_key, tiles, (), [1.0], [0], [])
+        assert call.run == config and lasts
+
+
+@pytest.mark.parametrize("config", [HopperFwdConfig(), HopperBwdConfig(), CONFIG], ids=str)
+def test_emitted_files_say_which_gpu_they_need(
+    config: KernelConfig, monkeypatch: pytest.MonkeyPatch, session_cache: Path
+) -> None:
+    spec = spec_of() if config is CONFIG else AttentionSpec(head_dim=128)
+    module = load(render(spec, config), config.direction, session_cache)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match=r"needs a GPU of compute capability 9\.0"):
+        module.main()
 
 
 def test_what_it_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import attngen
 from attngen import shared_kv
+from attngen.config import default_config
 from attngen.decode import DecodeConfig, footprint, infeasible
 from attngen.gpu import by_name
 from attngen.head_dim import split_behind, split_head_dim
@@ -271,8 +272,8 @@ def test_defaults_read_k_once_and_fit() -> None:
     for fields in ({}, {"paged": True}, {"batch_invariant": True}):
         spec = AttentionSpec(**MLA, **fields, shared_kv=True)
         for sizes in (Workload(64, 128, 1, 1, 4096), Workload(1, 16, 1, 2, 65536)):
-            config = default(spec, spec_bucket("decode", spec, sizes), h200)
-            assert not infeasible(spec, config, h200)
+            config = default_config(spec, spec_bucket("decode", spec, sizes), h200)
+            assert isinstance(config, DecodeConfig) and not infeasible(spec, config, h200)
             apart = AttentionSpec(**MLA, **fields)
             assert footprint(spec, config)[0] < footprint(apart, config)[0]
     text = render(AttentionSpec(**MLA, paged=True, shared_kv=True), SPLIT)

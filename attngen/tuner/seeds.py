@@ -46,7 +46,7 @@ def stored_configs(
         *_configs(bucket, [t for t in store.top(key, workload=sizes) if t.workload != sizes]),
         *_configs(bucket, store.top_of_other_versions(key, workload=sizes)),
     ]
-    return [config for config in dict.fromkeys(found) if _may_serve(spec, config, gpu)]
+    return [config for config in dict.fromkeys(found) if _may_serve(spec, config, bucket, gpu)]
 
 
 def best_configs(
@@ -61,11 +61,11 @@ def best_configs(
     top = store.top(key, workload=str(workload))
     top = top or store.top_of_other_versions(key, workload=str(workload))
     found = [*_configs(bucket, top), *stored_configs(store, spec, key, bucket, gpu, workload)]
-    return [c for c in dict.fromkeys(found) if _may_serve(spec, c, gpu)][:MAX_REVALIDATED]
+    return [c for c in dict.fromkeys(found) if _may_serve(spec, c, bucket, gpu)][:MAX_REVALIDATED]
 
 
-def _may_serve(spec: AttentionSpec, config: KernelConfig, gpu: GpuInfo) -> bool:
-    return not (infeasible(spec, config, gpu) or lowering.refusal(config))
+def _may_serve(spec: AttentionSpec, config: KernelConfig, bucket: Bucket, gpu: GpuInfo) -> bool:
+    return not (infeasible(spec, config, gpu) or lowering.refusal(spec, config, bucket, gpu))
 
 
 def _configs(bucket: Bucket, trials: list[Trial]) -> list[KernelConfig]:
