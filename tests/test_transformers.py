@@ -457,11 +457,14 @@ def test_names_that_transformers_keeps(name: Any):
         integration.register(name)
 
 
-def test_a_mask_of_other_keys_is_refused():
+def test_a_mask_of_other_lengths_is_refused():
     mask, _ = _both(_function(3, None, None), 8, 8, (0, 0), None)
     q = torch.zeros(2, 2, 8, 16)
-    with pytest.raises(attngen.SpecError, match="made for 8 keys, but this layer has 9"):
+    made = "made for 8 queries and 8 keys, but this layer has"
+    with pytest.raises(attngen.SpecError, match=f"{made} 8 and 9"):
         integration.attention_forward(None, q, torch.zeros(2, 2, 9, 16), q, mask)
+    with pytest.raises(attngen.SpecError, match=f"{made} 7 and 8"):
+        integration.attention_forward(None, q[:, :, :7], q, q, mask)
 
 
 def test_a_mask_of_ints_is_refused():

@@ -101,12 +101,13 @@ def attention_forward(
         return _packed(query, key, value, causal=bool(causal), **named), None
     if isinstance(attention_mask, StructuredMask):
         mask = attention_mask
-        if key.shape[2] != mask.sizes[3]:
+        if (query.shape[2], key.shape[2]) != (mask.sizes[2], mask.sizes[3]):
             raise SpecError(
-                f"the mask was made for {mask.sizes[3]} keys, but this layer has {key.shape[2]}; "
-                "hand the model a mask of 4 dims"
+                f"the mask was made for {mask.sizes[2]} queries and {mask.sizes[3]} keys, but this "
+                f"layer has {query.shape[2]} and {key.shape[2]}; hand the model a mask of 4 dims"
             )
-        if mask.packing is not None and position_bias is None:
+        is_batch = query.shape[0] == mask.sizes[0]
+        if mask.packing is not None and position_bias is None and is_batch:
             named.update(mask.packing)
             named["causal"], named["window"] = mask.causal, mask.window
             key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
