@@ -101,7 +101,7 @@ def attention_forward(
         return _packed(query, key, value, causal=bool(causal), **named), None
     if isinstance(attention_mask, StructuredMask):
         mask = attention_mask
-        if (query.shape[2], key.shape[2]) != (mask.sizes[2], mask.sizes[3]):
+        if query.shape[2] != mask.sizes[2] or key.shape[2] != mask.sizes[3]:
             raise SpecError(
                 f"the mask was made for {mask.sizes[2]} queries and {mask.sizes[3]} keys, but this "
                 f"layer has {query.shape[2]} and {key.shape[2]}; hand the model a mask of 4 dims"
