@@ -138,6 +138,10 @@ def append_kv(
     check_kinds(named | {name: x for name, x in others.items() if x is not None})
     if layout not in ("bhsd", "bshd"):
         raise SpecError(f'layout must be "bhsd" or "bshd", got {layout!r}')
+    if k_cache is v_cache:
+        raise SpecError(
+            "k_cache and v_cache are one tensor, where v would overwrite k; make one for each"
+        )
     interleaved = flag("interleaved", interleaved)
     for name, x in (named | {"q": q}).items():
         if x is not None and x.dim() != 4:

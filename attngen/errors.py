@@ -70,6 +70,7 @@ class TuningError(AttngenError):
 def nearest(name: str, known: Iterable[str]) -> str:
     """`" (did you mean 'X'?)"`, to follow the wrong name; empty if nothing comes close."""
     names = list(known)
-    close = [other for other in names if len(name) > 2 and name in other]
+    close = [other for other in names if other.lower() == name.lower()]
+    close += [other for other in names if len(name) > 2 and name in other]
     close += difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     return f" (did you mean {close[0]!r}?)" if close else ""

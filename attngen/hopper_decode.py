@@ -72,9 +72,11 @@ def unserved_anywhere(spec: AttentionSpec) -> list[str]:
     ]
     if spec.element_size != 2:
         why.append(f"decode with lowering=hopper needs a dtype of 16 bits, got dtype={spec.dtype}")
+    *some, last = WIDTHS
+    one_of = f"{', '.join(map(str, some))} or {last}"
     if spec.head_dim_v not in WIDTHS or spec.head_dim != spec.head_dim_v + REST:
         why.append(
-            f"decode with lowering=hopper needs a head_dim_v of {', '.join(map(str, WIDTHS))} and "
+            f"decode with lowering=hopper needs a head_dim_v of {one_of} and "
             f"a head_dim of {REST} more, got {spec.head_dim_v} and {spec.head_dim}"
         )
     return why

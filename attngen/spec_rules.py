@@ -121,6 +121,8 @@ def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:
     hint = ""
     if isinstance(value, str):
         hint = nearest(value, [a for a in allowed if isinstance(a, str)])
+    if name == "dtype" and str(value).rstrip("0123456789") in ("float", "int", "uint", "complex"):
+        hint = "; cast tensors with .to(torch.float32) or another of these"
     if True in allowed and str(value).lower() in ("true", "false", "1", "0"):
         hint = f"; write {name}={str(value).lower() in ('true', '1')}"
     raise SpecError(f"{name} must be one of {_list(allowed)}, got {shown(value)}{hint}")

@@ -176,6 +176,7 @@ def test_what_is_refused() -> None:
         ("cast k", (k, v, *caches.double()), {"positions": at}),
         ("float dtype", (k.long(), v.long(), *caches.long()), {"positions": at}),
         ("one place for each", (k, v, *caches[:, :1].expand(2, 3, 2, 40, 24)), {"positions": at}),
+        ("are one tensor", (k, v, *[caches[0]] * 2), {"positions": at}),
         ("pass both", (k, v, *caches), {"positions": at, "q": q}),
         ("multiple of 16", (k, v, *caches.transpose(2, 3)), {"slots": torch.zeros(3, 2).int()}),
     ]

@@ -414,6 +414,8 @@ def test_refusals():
             call(one, *short, cache_batch_idx=torch.zeros_like(used), cache_seqlens=used)
         with pytest.raises(attngen.SpecError, match="names the pages"):
             call(one, *old, cache_batch_idx=used, block_table=used[:, None], cache_seqlens=used)
+        with pytest.raises(attngen.DtypeError, match=r"cast it with cache_seqlens\.int"):
+            call(one, *old, cache_seqlens=used + 0.7)
         for seqlens in (-1, CACHE, 2.5, [2]):  # an int is looked at: the host has it
             with pytest.raises(
                 attngen.SpecError, match=f"cache_seqlens must be an int from 0 to {CACHE - 1}"

@@ -219,6 +219,8 @@ def test_arguments() -> None:
     assert flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest())[1] == AuxOutput()
     with pytest.raises(attngen.UnsupportedSpecError, match="max_scores by query is not built"):
         flex_attention(q, k, v, enable_gqa=True, return_aux=AuxRequest(max_scores=True))
+    with pytest.raises(attngen.SpecError, match=r"AuxRequest, got True; write .*lse=True"):
+        flex_attention(q, k, v, enable_gqa=True, return_aux=True)
     with pytest.raises(attngen.SpecError, match="exclude each other"):
         flex_attention(q, k, v, None, None, None, True, True, return_aux=AuxRequest(lse=True))
 

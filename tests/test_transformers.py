@@ -391,7 +391,7 @@ def test_padding_at_the_ends_of_rows_makes_packed_sequences(causal: bool, left: 
     does, of queries that are no padding."""
     pad = PADDED[:, torch.randperm(24)] if holes else PADDED
     mask = _padded(masks._Traits(causal=causal, left=left, right=left), pad)
-    assert (mask.offsets is None) == holes
+    assert (mask.packing is None) == holes
     generator = torch.Generator().manual_seed(5)
     shapes = [(3, 2, 24, 16), (3, 1, 24, 16), (3, 1, 24, 8), (3, 24, 2, 8)]
     q, k, v, do = (torch.randn(s, generator=generator) for s in shapes)
@@ -402,23 +402,42 @@ def test_padding_at_the_ends_of_rows_makes_packed_sequences(causal: bool, left: 
         out, _ = integration.attention_forward(None, *leaves, each, **named)
         seen = out * pad[:, :, None, None]
         found.append([seen, *torch.autograd.grad(seen, leaves, do)])
-        assert holes or each is not mask or not out[~pad].any()
+        if not holes and each is mask and (causal or left):
+            assert not out[~pad].any()
     for got, want in zip(*found, strict=True):
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [17, 24, 31])
+def test_padded_keys_of_another_sequence_hide_no_query(rows: int):
+    """A decoder that looks at an encoder: its queries are others than the keys that are padding,
+    though there may be as many."""
+    pad = PADDED.clone()
+    pad[2] = False  # a batch row of padding alone
+    mask = masks._placed(masks._Traits(), (3, 1, rows, 24), 0, 0, pad, "cpu")
+    assert mask.packing is not None
+    q, k = torch.randn(3, 2, rows, 16), torch.randn(3, 2, 24, 16)
+    leaves = [x.requires_grad_() for x in (q, k)]
+    found = []
+    for each in (mask, mask.dense()):
+        out, _ = integration.attention_forward(None, q, k, k, each)
+        found.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, atol=3e-6, rtol=1e-5)
 
 
 def test_packed_sequences_of_padding_stay_where_they_say_all():
     """Not beside a position_bias, whose columns are those of the padded keys, and on any device."""
     mask = _padded(masks._Traits(), PADDED)
     moved = mask.to("meta")
-    assert all(x.device.type == "meta" for x in (*moved.offsets, *moved.documents))
+    assert all(x.device.type == "meta" for x in (*moved.packing.values(), *moved.documents))
     q = torch.randn(3, 1, 24, 16)
     bias = torch.randn(1, 1, 24, 24)
     got, _ = integration.attention_forward(None, q, q, q, mask, position_bias=bias)
     want, _ = integration.attention_forward(None, q, q, q, mask.dense(), position_bias=bias)
     torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
     static = masks._placed(masks._Traits(causal=True), (3, 1, 20, 24), 0, 0, PADDED[:, :20], "cpu")
-    assert static.keys == 20 and static.offsets is not None  # an empty cache of static length
+    assert static.keys == 20 and static.packing is not None  # an empty cache of static length
     rows = q[:, :, :20]
     got, _ = integration.attention_forward(None, rows, q, q, static)
     want, _ = integration.attention_forward(None, rows, q, q, static.dense())
@@ -438,11 +457,14 @@ def test_names_that_transformers_keeps(name: Any):
         integration.register(name)
 
 
-def test_a_mask_of_other_keys_is_refused():
+def test_a_mask_of_other_lengths_is_refused():
     mask, _ = _both(_function(3, None, None), 8, 8, (0, 0), None)
     q = torch.zeros(2, 2, 8, 16)
-    with pytest.raises(attngen.SpecError, match="made for 8 keys, but this layer has 9"):
+    made = "made for 8 queries and 8 keys, but this layer has"
+    with pytest.raises(attngen.SpecError, match=f"{made} 8 and 9"):
         integration.attention_forward(None, q, torch.zeros(2, 2, 9, 16), q, mask)
+    with pytest.raises(attngen.SpecError, match=f"{made} 7 and 8"):
+        integration.attention_forward(None, q[:, :, :7], q, q, mask)
 
 
 def test_a_mask_of_ints_is_refused():

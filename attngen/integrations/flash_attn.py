@@ -18,7 +18,7 @@ from torch import Tensor
 from attngen.api import attention
 from attngen.append import append_kv
 from attngen.checks import check_kinds
-from attngen.errors import SpecError, UnsupportedSpecError
+from attngen.errors import DtypeError, SpecError, UnsupportedSpecError
 from attngen.values import shown, whole
 
 __all__ = [
@@ -403,6 +403,11 @@ def _lengths(cache_seqlens: Any, batch: int, most: int, device: torch.device) ->
     if cache_seqlens is None:
         return None
     if isinstance(cache_seqlens, Tensor):
+        if cache_seqlens.dtype not in (torch.int32, torch.int64):
+            raise DtypeError(
+                f"cache_seqlens must be int32 or int64, got {cache_seqlens.dtype}; cast it with "
+                "cache_seqlens.int()"
+            )
         return cache_seqlens.to(torch.int32)
     step = "int32 tensors may differ by row"
     number = whole("cache_seqlens", cache_seqlens, 0, most, step)

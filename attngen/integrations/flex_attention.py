@@ -76,6 +76,11 @@ def flex_attention(
     if return_aux is not None:
         if return_lse:
             raise SpecError("return_lse=True and return_aux exclude each other; pass return_aux")
+        if not hasattr(return_aux, "max_scores"):
+            raise SpecError(
+                f"return_aux must be an AuxRequest, got {shown(return_aux)}; write "
+                "torch.nn.attention.flex_attention.AuxRequest(lse=True)"
+            )
         if return_aux.max_scores:
             raise UnsupportedSpecError(
                 [

@@ -81,7 +81,8 @@ def attention_forward(
 
     Returns:
         out (batch, q_length, num_heads_q, head_dim_v), contiguous, and no weights. Queries that are
-        padding have 0 where each row's padding lies at its ends, as flash-attn has it.
+        padding have 0 where each row's padding lies at its ends and positions count (causal order,
+        windows), as flash-attn has it.
     """
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0
@@ -100,15 +101,14 @@ def attention_forward(
         return _packed(query, key, value, causal=bool(causal), **named), None
     if isinstance(attention_mask, StructuredMask):
         mask = attention_mask
-        if key.shape[2] != mask.sizes[3]:
+        if query.shape[2] != mask.sizes[2] or key.shape[2] != mask.sizes[3]:
             raise SpecError(
-                f"the mask was made for {mask.sizes[3]} keys, but this layer has {key.shape[2]}; "
-                "hand the model a mask of 4 dims"
+                f"the mask was made for {mask.sizes[2]} queries and {mask.sizes[3]} keys, but this "
+                f"layer has {query.shape[2]} and {key.shape[2]}; hand the model a mask of 4 dims"
             )
-        if mask.offsets is not None and position_bias is None:
-            begins, lengths = mask.offsets
-            named["cu_seqlens_q"] = named["cu_seqlens_k"] = begins
-            named["seqused_q"] = named["seqused_k"] = lengths
+        is_batch = query.shape[0] == mask.sizes[0]
+        if mask.packing is not None and position_bias is None and is_batch:
+            named.update(mask.packing)
             named["causal"], named["window"] = mask.causal, mask.window
             key, value = key[:, :, : mask.keys], value[:, :, : mask.keys]
             return _packed(query, key, value, **named), None

@@ -39,7 +39,7 @@ class StructuredMask(BlockMask):
         pad: Tensor | None,
         documents: tuple[Tensor, Tensor] | None,
         device: Any,
-        offsets: tuple[Tensor, Tensor] | None = None,
+        packing: dict[str, Tensor] | None = None,
     ) -> None:
         """
         Args:
@@ -50,8 +50,8 @@ class StructuredMask(BlockMask):
             used: the same of each batch row, int32 (batch,), where start is a tensor.
             pad: bool (batch, kv_length), False for a key that is padding.
             documents: int32 ids of queries and keys, (1 or batch, length).
-            offsets: where padding leaves each row one sequence, of queries and keys alike: where
-                these begin in rows of all of the batch, int32 (batch + 1,), and their lengths.
+            packing: where padding leaves the keys of each row one sequence, the arguments of
+                `attngen.attention` that say so of rows of all of the batch.
         """
         self.sizes = sizes
         self.causal = traits.causal
@@ -63,7 +63,7 @@ class StructuredMask(BlockMask):
         self.used = used
         self.pad = pad
         self.documents = documents
-        self.offsets = offsets
+        self.packing = packing
         self.place = device
         self.is_aligned = True
         """Do the queries end where the keys end?"""
@@ -117,12 +117,12 @@ class StructuredMask(BlockMask):
         if dtype is not None or device is None:
             return self.dense().to(*args, **named)
         found = object.__new__(type(self))
-        found.__dict__ |= {
-            name: x.to(device) if isinstance(x, Tensor) else x for name, x in vars(self).items()
-        }
-        for name in ("documents", "offsets"):
-            if (both := getattr(self, name)) is not None:
-                setattr(found, name, (both[0].to(device), both[1].to(device)))
+        for name, x in vars(self).items():
+            setattr(found, name, x.to(device) if isinstance(x, Tensor) else x)
+        if self.documents is not None:
+            found.documents = (self.documents[0].to(device), self.documents[1].to(device))
+        if self.packing is not None:
+            found.packing = {name: x.to(device) for name, x in self.packing.items()}
         found.place = device
         return found
 
@@ -427,13 +427,15 @@ def _placed(
     if traits.causal and traits.left is not None and last <= traits.left + 1:
         traits = _Traits(traits.causal, None, traits.right, traits.chunk, traits.documents)
     pad, is_row = _padding(attention_mask, keys, kv_offset, last, rows)
-    documents = offsets = None
+    documents = packing = None
     if traits.documents is not None:
         ids = traits.documents.to(torch.int32)
         documents = (ids, ids)
     elif pad is not None and used is None and rows > MAX_ROWS:
-        if is_row and rows == last and start == key_start == 0 and traits.chunk is None:
-            offsets = _offsets(pad[:, :last])
+        if is_row and not is_placed:  # maybe of another sequence than its queries
+            packing = _packing(pad, rows)
+        elif is_row and rows == last and start == key_start == 0 and traits.chunk is None:
+            packing = _packing(pad[:, :last], None)
         documents = (pad.new_zeros((1, rows), dtype=torch.int32), pad.to(torch.int32) - 1)
         pad = None
     return StructuredMask(
@@ -446,7 +448,7 @@ def _placed(
         pad=pad,
         documents=documents,
         device=device,
-        offsets=offsets,
+        packing=packing,
     )
 
 
@@ -475,13 +477,23 @@ def _padding(
     return (None if is_whole else pad), is_row
 
 
-def _offsets(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Where the keys of each row begin in rows of all of the batch, and how many they are."""
+def _packing(seen: Tensor, rows: int | None) -> dict[str, Tensor]:
+    """Sequences in rows of all of the batch, as `attngen.attention` takes them.
+
+    Args:
+        seen: bool (batch, keys), each row with at most one run of True.
+        rows: how many queries see them, all of them; None for those at the same places alone.
+    """
     batch, length = seen.shape
-    first = seen.to(torch.int8).argmax(1)
-    begins = torch.arange(batch + 1, device=seen.device) * length
-    begins[:-1] += first
-    return begins.to(torch.int32), seen.sum(1, dtype=torch.int32)
+    number = torch.arange(batch + 1, device=seen.device)
+    begins = number * length
+    begins[:-1] += seen.to(torch.int8).argmax(1)
+    named = {"cu_seqlens_k": begins.to(torch.int32), "seqused_k": seen.sum(1, dtype=torch.int32)}
+    if rows is None:
+        named["cu_seqlens_q"], named["seqused_q"] = named["cu_seqlens_k"], named["seqused_k"]
+    else:
+        named["cu_seqlens_q"] = (number * rows).to(torch.int32)
+    return named
 
 
 def _says_nothing(mask: StructuredMask) -> bool:
