@@ -15,8 +15,9 @@ from torch.nn.attention import (
     current_flash_attention_impl,
     list_flash_attention_impls,
     sdpa_kernel,
+    varlen,
 )
-from torch.nn.attention.varlen import AuxRequest, varlen_attn, varlen_attn_out
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 import attngen
 from attngen import calls
@@ -227,10 +228,11 @@ def test_varlen_attn(active: None, window: tuple[int, int]) -> None:
     assert_close([lse], [torch.cat(rows, 1)])
     assert_close(with_gradients(out, (q, k, v)), with_gradients(want, (q, k, v)))
 
-    with torch.no_grad():
-        made = torch.full_like(q, float("nan"))
-        varlen_attn_out(made, *call, **how)
-    assert torch.equal(made, out)
+    if hasattr(varlen, "varlen_attn_out"):  # not in torch 2.11
+        with torch.no_grad():
+            made = torch.full_like(q, float("nan"))
+            varlen.varlen_attn_out(made, *call, **how)
+        assert torch.equal(made, out)
 
 
 @pytest.mark.parametrize("num_splits", [None, 1])

@@ -12,6 +12,7 @@ interpreter.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -70,10 +71,12 @@ class _Handle:
         self._library: torch.library.Library | None = torch.library.Library("aten", "IMPL")
         keys = ["CUDA"] if torch.cuda.is_available() else []
         keys += ["CPU"] if interpreter.enabled() else []
-        for key in keys:
-            table = _OPERATORS | (_OF_CPU if key == "CPU" else {})
-            for name, function in table.items():
-                self._library.impl(name, function, key)
+        with warnings.catch_warnings():  # torch 2.11 says that operators are replaced: as asked
+            warnings.filterwarnings("ignore", "Warning only once for all operators")
+            for key in keys:
+                table = _OPERATORS | (_OF_CPU if key == "CPU" else {})
+                for name, function in table.items():
+                    self._library.impl(name, function, key)
 
     def remove(self) -> None:
         if self._library is not None:

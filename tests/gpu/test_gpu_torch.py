@@ -65,6 +65,7 @@ def active() -> Iterator[None]:
     torch_backend.restore()
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 @pytest.mark.parametrize("order", ["rows", "heads"])
 @pytest.mark.parametrize("heads_kv", [4, 2])
 @pytest.mark.parametrize("through", ["eager", "inductor"])
@@ -98,8 +99,9 @@ def test_varlen_attn_and_nested_tensors(active: None) -> None:
     got = with_gradients(varlen_attn(q, k, v, cu, cu, 200, 200, window_size=(-1, 0)), (q, k, v))
     want = attngen.attention(q, k, v, causal=True, cu_seqlens_q=cu, cu_seqlens_k=cu)
     close(got, with_gradients(want, (q, k, v)), 1e-6)
+    filled = cu[[0, 1, 3]].long()  # torch 2.11 has no fused kernel for an empty sequence
     nested = [
-        torch.nested.nested_tensor_from_jagged(x.detach(), cu.long()).transpose(1, 2)
+        torch.nested.nested_tensor_from_jagged(x.detach(), filled).transpose(1, 2)
         for x in (q, k, v)
     ]
     with torch.no_grad():
@@ -110,6 +112,7 @@ def test_varlen_attn_and_nested_tensors(active: None) -> None:
 # ---- patch_sdpa, CUDA graphs --------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # torch's own, of its first graph
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_patched_step_of_a_compiled_module(mode: str) -> None:
     """reduce-overhead replays CUDA graphs."""
@@ -185,6 +188,7 @@ class Block(torch.nn.Module):
         return self.attend(q, k, v) * 2
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # in torch 2.11
 def test_a_package_runs_without_attngen(tmp_path: Path) -> None:
     spec = attngen.AttentionSpec(head_dim=64, causal=True)
     attend = freeze(spec, attngen.Workload(2, 4, 2, 333, 333))
