@@ -81,8 +81,8 @@ def attention_forward(
 
     Returns:
         out (batch, q_length, num_heads_q, head_dim_v), contiguous, and no weights. Queries that are
-        padding have 0 where each row's padding lies at its ends and positions count (causal order,
-        windows), as flash-attn has it.
+        padding have 0 under causal order where each row's padding lies at its ends, as flash-attn
+        has it.
     """
     if isinstance(scaling, Tensor):
         query, scaling = query * scaling, 1.0

@@ -432,9 +432,11 @@ def _placed(
         ids = traits.documents.to(torch.int32)
         documents = (ids, ids)
     elif pad is not None and used is None and rows > MAX_ROWS:
-        if is_row and not is_placed:  # maybe of another sequence than its queries
+        # Without causal order the keys may be another sequence than the queries, all of which see.
+        is_first = start == key_start == 0 and rows == last and traits.chunk is None
+        if is_row and not is_placed:
             packing = _packing(pad, rows)
-        elif is_row and rows == last and start == key_start == 0 and traits.chunk is None:
+        elif is_row and is_first and traits.causal:
             packing = _packing(pad[:, :last], None)
         documents = (pad.new_zeros((1, rows), dtype=torch.int32), pad.to(torch.int32) - 1)
         pad = None
