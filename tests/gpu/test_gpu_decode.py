@@ -25,16 +25,13 @@ def _inputs(batch: int, heads: int, heads_kv: int, rows: int, keys: int, dim: in
     return [x.bfloat16() for x in made]
 
 
-def _compare(out: Tensor, lse: Tensor, *tensors: Tensor, ulps: float = 2.0, **named: Any) -> None:
-    """`ulps` of the largest lse are allowed beside twice the yardstick's error."""
+def _compare(out: Tensor, lse: Tensor, *tensors: Tensor, **named: Any) -> None:
     want, yard = oracle.attention(*tensors, **named), oracle.unfused(*tensors, **named)
-    largest = want.lse[want.lse.isfinite()].abs().amax().item() if want.lse.isfinite().any() else 0
-    floor = 1e-6 + ulps * torch.finfo(torch.float32).eps * (largest + 0.1)
-    for got, right, about, dtype, least in (
-        (out, want.out, yard.out, out.dtype, None),
-        (lse, want.lse, yard.lse, torch.float32, floor),
+    for got, right, about, dtype in (
+        (out, want.out, yard.out, out.dtype),
+        (lse, want.lse, yard.lse, torch.float32),
     ):
-        ok, why = oracle.judge(got, right, dtype, yard=about, floor=least)
+        ok, why = oracle.judge(got, right, dtype, yard=about)
         assert ok, why
 
 
@@ -102,17 +99,17 @@ def test_latent_attention_by_hopper(page: int) -> None:
     choice = attngen.compile(spec).explain(q, cache, cache[..., :512], **named).choices[0]
     assert choice.config.lowering == "hopper"
 
-    def compare(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, ulps: float = 2.0) -> None:
+    def compare(out: Tensor, lse: Tensor, q: Tensor, k: Tensor) -> None:
         for b, n in enumerate(lengths):
             at = slice(b, b + 1)
-            _compare(out[at], lse[at], q[at], k[at, :, :n], k[at, :, :n, :512], ulps=ulps)
+            _compare(out[at], lse[at], q[at], k[at, :, :n], k[at, :, :n, :512])
 
     for _ in range(3):
         compare(*attngen.attention(q, cache, cache[..., :512], **options), q, k)
     static_q, static_cache = q * 30, cache.clone()
-    # Of a score of hundreds, lse is the rounding: 36 times a wgmma cuts off what it adds.
-    found = attngen.attention(static_q, static_cache, static_cache[..., :512], **options)
-    compare(*found, q * 30, k, ulps=6.0)
+    compare(
+        *attngen.attention(static_q, static_cache, static_cache[..., :512], **options), q * 30, k
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = attngen.attention(static_q, static_cache, static_cache[..., :512], **options)
