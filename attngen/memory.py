@@ -99,3 +99,8 @@ def bshd_strides(heads: int, rows: int, dim: int) -> tuple[int, int, int, int]:
 def empty_bshd(like: Tensor, batch: int, heads: int, rows: int, dim: int, dtype: Any) -> Tensor:
     """Uninitialised (batch, heads, rows, dim), stored (batch, rows, heads, dim)."""
     return like.new_empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
+
+
+def numbered_rows(seqlen_q: int) -> int:
+    """How many row numbers a backward has of a head: those of whole tiles of 128."""
+    return -(-seqlen_q // 128) * 128

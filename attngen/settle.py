@@ -15,7 +15,7 @@ from attngen.decode import counter_count, partial_shape, row_tiles, split_count
 from attngen.identity import parsed
 from attngen.kernel import Prepared, Tensors
 from attngen.masks import document_scratch
-from attngen.memory import Memory, addressable, float32, order_of, transposed
+from attngen.memory import Memory, addressable, float32, numbered_rows, order_of, transposed
 from attngen.packed import check_values, packed_of, padded_rows
 from attngen.resolve import device_index_of, resolve
 from attngen.spec import AttentionSpec
@@ -132,7 +132,7 @@ def settled(
     if spec.is_packed and kernel.config.lowering == "hopper" and direction == "fwd":
         memory.append(order_of(packed_of(spec, extra).num_seqs))
     if direction == "bwd":
-        padded = -(-seqlen_q // 128) * 128
+        padded = numbered_rows(seqlen_q)
         if spec.is_packed and kernel.config.lowering == "hopper":
             padded = padded_rows(seqlen_q, packed_of(spec, extra).num_seqs)
         memory.append(float32(batch, heads, spec.row_numbers, padded))

@@ -19,7 +19,7 @@ from attngen.fp8 import descale_shape, quantize, spread
 from attngen.kv_cache import descale_of, quantized
 from attngen.mask_rules import NAMES, made
 from attngen.masks import document_scratch
-from attngen.memory import order_of, transposed
+from attngen.memory import numbered_rows, order_of, transposed
 from attngen.packed_reference import Sequences
 from attngen.score_reference import example_aux
 from attngen.score_terms import SUM_KEYS
@@ -34,7 +34,6 @@ _STORED_ROWS = 16
 _STORED_COLUMNS = 8
 TARGET_SMS = 132
 """Multiprocessors of a GPU that is not here."""
-_SCRATCH_ROWS = 128  # what plan() of a backward asks for
 
 
 @dataclass(frozen=True)
@@ -287,7 +286,7 @@ def make(
             "dq": result(heads, rows, dim),
             "dk": result(heads_kv, keys, dim),
             "dv": result(heads_kv, keys, dim_v),
-            "rows": numbers(batch, heads, spec.row_numbers, _up(rows, _SCRATCH_ROWS)),
+            "rows": numbers(batch, heads, spec.row_numbers, numbered_rows(rows)),
             "dq_sum": numbers(batch, heads, rows, dim),
         }
         if spec.is_packed:
