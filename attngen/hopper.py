@@ -66,6 +66,12 @@ class HopperFwdConfig(NamedFields):
     """With FP8 and turns: a turn is over once its products are issued, once Q K^T is done, or once
     both products are. Two consumers that multiply at once would end at once, and both take
     exponentials while nothing multiplies."""
+    mask_loop: bool = False
+    """With FP8: tiles in which keys are hidden have a loop of their own; others do not branch."""
+    late_sums: bool = False
+    """With FP8: a thread adds up the weights that it holds; the sum of a row is made at its end."""
+    fences: bool = False
+    """With FP8: a turn is passed on, and Q K^T asked for, before ptxas may put other work there."""
 
     @property
     def unused(self) -> tuple[str, ...]:
@@ -205,6 +211,8 @@ def _forward_limits(spec: AttentionSpec, config: HopperFwdConfig, gpu: GpuInfo) 
     d, dv, size = spec.head_dim, spec.head_dim_v, spec.element_size
     registers = config.block_n // 2 + config.block_n * size // 8  # scores, and weights
     registers += dv // 2 + (45 if config.overlap else 30)
+    if config.fences:  # the next scores arrive while weights are float32, but softmax holds less
+        registers += config.block_n // 2 - config.block_n * size // 8 - 15
     registers += d * size // 8 if config.q_in_registers and config.overlap else 0
     q = config.block_m * d * size * config.q_buffers
     out = 0 if config.out_in_q else config.block_m * dv * 2
@@ -221,6 +229,11 @@ def _forward_limits(spec: AttentionSpec, config: HopperFwdConfig, gpu: GpuInfo) 
         why.append(f"turn_ends={config.turn_ends} needs FP8 inputs: not measured with 16-bit ones")
     if config.turn_ends == "products" and config.overlap:
         why.append("turn_ends=products needs overlap=false: softmax overlaps the second product")
+    for name in ("mask_loop", "late_sums", "fences"):
+        if getattr(config, name) and not spec.is_fp8:
+            why.append(f"{name}=true needs FP8 inputs: not measured with 16-bit ones")
+    if config.mask_loop and not spec.has_positions:
+        why.append("mask_loop=true needs a mask by positions: causal, window or chunk")
     if spec.is_fp8 and config.out_in_q:
         why.append("out_in_q=true needs q and out of one dtype, and q is FP8")
     if spec.has_block_scales and config.block_n > SCALE_ROWS:

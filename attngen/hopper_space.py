@@ -6,7 +6,7 @@ The space is so small that it is enumerated: no model ranks it. Imports neither 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,9 @@ AXES: dict[Direction, dict[str, tuple[Any, ...]]] = {
         "conditional_rescale": (True, False),
         "exp_polynomial": (0, 1),
         "turn_ends": ("issued", "scores", "products"),
+        "mask_loop": (False, True),
+        "late_sums": (False, True),
+        "fences": (False, True),
     },
     "bwd": {
         "dq": ("kernel", "atomic"),
@@ -48,6 +51,10 @@ AXES: dict[Direction, dict[str, tuple[Any, ...]]] = {
     },
 }
 """The values of each field that is searched; the others keep their default."""
+FP8_AXES = ("exp_polynomial", "turn_ends")
+"""Those that other dtypes leave at their default."""
+BESIDE = ("mask_loop", "late_sums", "fences")
+"""Of FP8 too, but tried only beside good configs: all combinations would be a thousand."""
 
 SHORT = 1024
 """Lengths up to here have few tiles a row, so that what happens between rows counts."""
@@ -83,6 +90,7 @@ _FWD_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
     ),
 }
 _ALWAYS = replace(_QUIET, conditional_rescale=False)
+_SCORES = replace(_BEST, turns=True, turn_ends="scores", conditional_rescale=False)
 # The same of FP8.
 _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
     64: (
@@ -94,16 +102,22 @@ _FP8_STARTS: dict[int, tuple[HopperFwdConfig, ...]] = {
         replace(_QUIET, q_buffers=2),
     ),
     128: (
+        replace(_SCORES, q_buffers=2, overlap=False, mask_loop=True, late_sums=True),
+        replace(_SCORES, q_buffers=2, mask_loop=True, late_sums=True, fences=True),
         replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2, turn_ends="products"),
-        replace(_BEST, turns=True, q_buffers=2, turn_ends="scores"),
         replace(_ALWAYS, turns=True, q_buffers=2, turn_ends="products"),
+        replace(_BEST, turns=True, q_buffers=2, turn_ends="scores", late_sums=True, fences=True),
+        replace(_SCORES, q_buffers=2),
         replace(_ALWAYS, turns=True, q_in_registers=True, q_buffers=2),
         replace(_ALWAYS, turns=True, q_buffers=2),
         replace(_QUIET, turns=True, q_buffers=2),
         _BEST,
     ),
     256: (
+        replace(_QUIET, turns=True, turn_ends="scores", mask_loop=True),
+        replace(_BEST, turns=True, turn_ends="scores", mask_loop=True),
         replace(_QUIET, turns=True, turn_ends="scores"),
+        replace(_SCORES, overlap=False),
         replace(_QUIET, turns=True),
         replace(_ALWAYS, turns=True),
         _QUIET,
@@ -151,6 +165,8 @@ def starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConf
     walked = min([bucket.seqlen_k, *([bucket.window] if bucket.window else [])])  # keys of a row
     if spec.is_fp8 and dim <= 64 and 0 < bucket.seqlen_q <= SHORT:
         named.sort(key=lambda config: config.block_m > 2 * ROWS)  # more rows fill fewer SMs
+    elif spec.is_fp8 and 64 < dim <= 128 and walked > LONG:
+        named.sort(key=_has_no_fences)
     elif bucket.direction == "fwd" and dim <= 64 and 0 < walked <= SHORT:
         named.sort(key=_waits_between_rows)
     elif bucket.direction == "fwd" and 64 < dim <= 128 and walked > LONG:
@@ -163,6 +179,10 @@ def starts(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConf
 def _waits_between_rows(config: HopperConfig) -> bool:
     """Are the next queries fetched only once those before are done with?"""
     return isinstance(config, HopperFwdConfig) and not config.q_in_registers
+
+
+def _has_no_fences(config: HopperConfig) -> bool:
+    return isinstance(config, HopperFwdConfig) and not config.fences
 
 
 def _takes_turns(config: HopperConfig) -> bool:
@@ -180,12 +200,15 @@ def candidates(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[Hopper
 def _fitting(spec: AttentionSpec, bucket: Bucket, gpu: GpuInfo) -> list[HopperConfig]:
     if unserved(spec, gpu):
         return []
-    every = (c for c in _all(bucket.direction) if not infeasible(spec, c, gpu))
-    return list(dict.fromkeys([*starts(spec, bucket, gpu), *_worthwhile(spec, list(every))]))
+    named = starts(spec, bucket, gpu)
+    beside = [other for config in named for other in neighbours(config, BESIDE)]
+    fits = [c for c in (*beside, *_all(spec, bucket.direction)) if not infeasible(spec, c, gpu)]
+    return list(dict.fromkeys([*named, *_worthwhile(spec, fits)]))
 
 
-def _all(direction: Direction) -> Iterator[HopperConfig]:
-    axes = AXES[direction]
+def _all(spec: AttentionSpec, direction: Direction) -> Iterator[HopperConfig]:
+    left = BESIDE if spec.is_fp8 else (*BESIDE, *FP8_AXES)
+    axes = {name: values for name, values in AXES[direction].items() if name not in left}
     for values in itertools.product(*axes.values()):
         named = dict(zip(axes, values, strict=True))
         if direction == "fwd":
@@ -214,11 +237,11 @@ def _worthwhile(spec: AttentionSpec, configs: list[HopperConfig]) -> Iterator[Ho
             yield config
 
 
-def neighbours(config: HopperConfig) -> list[HopperConfig]:
-    """The configs that differ in one field."""
+def neighbours(config: HopperConfig, fields: Iterable[str] | None = None) -> list[HopperConfig]:
+    """The configs that differ in one field, of all that are searched or of `fields`."""
     found: list[HopperConfig] = []
     for name, values in AXES[config.direction].items():
-        if name in config.as_dict():
+        if name in config.as_dict() and (fields is None or name in fields):
             here = getattr(config, name)
             found += [replace(config, **{name: value}) for value in values if value != here]
     return found

@@ -163,6 +163,8 @@ def hopper_variants(spec: AttentionSpec, direction: Direction) -> list[KernelCon
             quiet = HopperFwdConfig(overlap=False, turns=True)
             found += [HopperFwdConfig(exp_polynomial=1)]
             found += [replace(quiet, turn_ends=end) for end in ("scores", "products")]
+            found += [replace(quiet, late_sums=True), replace(quiet, fences=True)]
+            found += [replace(quiet, mask_loop=True)] if spec.has_positions else []
         return found
     atomic = [HopperBwdConfig(dq="atomic")] if hopper.adds_dq(spec) else []
     return [HopperBwdConfig(dq="kernel"), *atomic]

@@ -80,7 +80,7 @@ class Threads:
                 active = active & (~holds if predicate.startswith("!") else holds)
             if opcode.startswith("bra"):
                 target = labels[operands[0].lstrip("$%")]
-                if target <= at:
+                if target <= at and active.any():
                     raise Fault("PTX that branches backwards is not emulated")
                 self._uniform(active, opcode)
                 self._skip_to[active] = target
@@ -101,6 +101,8 @@ class Threads:
                 raise Fault(f"{opcode}: threads of a partition name different barriers")
             count = int(self._read(operands[1])[0])
             self._machine.named_barrier(kinds[0], int(ids[0]), count)
+            return
+        if name == "nanosleep":
             return
         if name == "mov":
             value = self._read(operands[1])

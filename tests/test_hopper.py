@@ -440,6 +440,34 @@ FP8_FORWARD = [
         id="turns-of-scores-overlap",
     ),
     pytest.param(
+        64,
+        {"fp8_scale": "tensor", "causal": True, **E4M3},
+        (300, 450),
+        {**QUIET, "turns": True, "turn_ends": "scores", "mask_loop": True, "late_sums": True},
+        id="mask-loop",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "block", "window": (200, 9), "softcap": 2.0, **E4M3},
+        (130, 400),
+        {"block_n": 32, "mask_loop": True, "late_sums": True},
+        id="mask-loop-window-block",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "head", "causal": "top_left", **E4M3},
+        (300, 130, (4, 2)),
+        {"turns": True, "turn_ends": "scores", "mask_loop": True, "fences": True},
+        id="fences-overlap",
+    ),
+    pytest.param(
+        64,
+        {"fp8_scale": "tensor", **E4M3},
+        (150, 450),
+        {**QUIET, "turns": True, "turn_ends": "products", "late_sums": True, "fences": True},
+        id="fences-products",
+    ),
+    pytest.param(
         256, {"fp8_scale": "tensor", "causal": True, **E4M3}, (130,), QUIET, id="d256-causal"
     ),
 ]

@@ -4,7 +4,7 @@ Emitted by attngen 0.1. Stands alone (torch and triton only): read, edit and run
   spec    head_dim=128,dtype=bfloat16,causal=true,layout=thd
   config  lowering=hopper,consumers=2,block_n=128,num_stages=2,overlap=true,turns=true,
           q_in_registers=false,q_buffers=2,out_in_q=false,conditional_rescale=true,exp_polynomial=0,
-          turn_ends=issued
+          turn_ends=issued,mask_loop=false,late_sums=false,fences=false
   again   attngen emit SPEC --direction fwd --config CONFIG, with SPEC and CONFIG as above
 softmax_scale, softcap, dropout_p, window sizes, lengths and strides are arguments of launch().
 """
