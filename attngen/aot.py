@@ -75,7 +75,7 @@ def freeze(spec: AttentionSpec, workload: Workload, *, gpu_name: str | None = No
     bucket = spec_bucket("fwd", spec, workload)
     config, _, _ = resolve.find(spec, bucket, info)
     config = lowering.by_pointer(spec, config, bucket, info)  # inductor compiles Triton alone
-    path = emit(spec.text, config)
+    path = emit(spec.text, config, frozen=True)
     return Frozen(spec, _operator(spec.text_key, str(path)), path)
 
 
