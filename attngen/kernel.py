@@ -65,16 +65,13 @@ def file_name(spec: AttentionSpec, direction: Direction, text: str) -> str:
     return f"{direction}__{'_'.join([text_spec.dtype, dims, *traits])}__{digest}.py"
 
 
-def emit(
-    spec: AttentionSpec, config: KernelConfig, folder: Path | None = None, *, frozen: bool = False
-) -> Path:
-    """Write the kernel file of a spec and a config, if it is not there yet; `frozen` as `render`
-    takes it.
+def emit(spec: AttentionSpec, config: KernelConfig, folder: Path | None = None) -> Path:
+    """Write the kernel file of a spec and a config, if it is not there yet.
 
     The write is atomic: another process sees the whole file or none. A folder that cannot be
     written is replaced by a temporary one, with a warning.
     """
-    text = render(spec, config, frozen=frozen)
+    text = render(spec, config)
     name = file_name(spec, direction_of(config), text)
     target = (folder or kernel_dir()) / name
     try:
