@@ -58,6 +58,7 @@ from attngen.tuner.compile_worker import TargetDriver
 
 triton.runtime.driver.set_active(TargetDriver(90))
 torch.set_default_device("meta")
+SIZES = (("i64", 1, 8, 1024), ("i32", 1, 1, 1))
 POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 
 def type_of(x, integers):
@@ -68,7 +69,7 @@ def type_of(x, integers):
 for text in sys.argv[1:]:
     spec = AttentionSpec.parse(text)
     attend = freeze(spec, attngen.Workload(2, 8, 4, 1024, 1024), gpu_name="nvidia_h200")
-    for integers, batch, heads, rows in (("i32", 1, 1, 1), ("i64", 2, 8, 1024)):
+    for integers, batch, heads, rows in SIZES[:len(sys.argv) - 1]:
         q, k = (torch.empty(batch, heads, rows, spec.head_dim).to(getattr(torch, spec.dtype))
                 for _ in range(2))
         v = q.new_empty(batch, heads, rows, spec.head_dim_v)
