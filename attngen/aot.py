@@ -16,8 +16,9 @@ from torch import Tensor
 from attngen import gpu, lowering, resolve
 from attngen.checks import check_dtypes, check_tensors
 from attngen.errors import SpecError, UnsupportedSpecError
-from attngen.kernel import emit, load
+from attngen.kernel import file_name, load, write
 from attngen.memory import empty_bshd
+from attngen.render import render
 from attngen.settle import numbers_of
 from attngen.spec import AttentionSpec
 from attngen.values import shown
@@ -75,7 +76,8 @@ def freeze(spec: AttentionSpec, workload: Workload, *, gpu_name: str | None = No
     bucket = spec_bucket("fwd", spec, workload)
     config, _, _ = resolve.find(spec, bucket, info)
     config = lowering.by_pointer(spec, config, bucket, info)  # inductor compiles Triton alone
-    path = emit(spec.text, config)
+    text = render(spec, config, frozen=True)
+    path = write(file_name(spec, "fwd", text), text)
     return Frozen(spec, _operator(spec.text_key, str(path)), path)
 
 

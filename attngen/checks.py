@@ -46,6 +46,7 @@ def check_results(return_lse: Any, return_aux: Any) -> None:
     for name in return_aux:
         if not isinstance(name, str) or name not in _AUX:
             hint = nearest(name, _AUX) if isinstance(name, str) else ""
+            hint = hint or "; leave return_aux out for out alone"
             raise SpecError(f"return_aux must name {', '.join(_AUX)}, got {shown(name)}{hint}")
     if return_lse and return_aux:
         raise SpecError(
@@ -212,23 +213,36 @@ def check_tensors(
             "or trace the call with torch.compile or torch.export for shapes alone"
         )
     if is_paged and k.shape[0] != v.shape[0]:
-        raise SpecError(f"k and v must have equally many pages, got {k.shape[0]} and {v.shape[0]}")
+        raise SpecError(
+            f"k and v must have equally many pages, got {k.shape[0]} and {v.shape[0]}; one "
+            "block_table serves both, so allocate them together"
+        )
     if not is_paged and (q.shape[0] != k.shape[0] or q.shape[0] != v.shape[0]):
         raise SpecError(
-            f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}"
+            f"q, k and v must have one batch size, got {q.shape[0]}, {k.shape[0]}, {v.shape[0]}; "
+            "give a shared one the others' with .expand()"
         )
     if k.shape[1] != v.shape[1] or k.shape[2] != v.shape[2]:
         raise SpecError(
             f"k and v must agree in heads and length, got shapes {tuple(k.shape)} and "
-            f"{tuple(v.shape)} (batch, heads, seqlen, dim)"
+            f"{tuple(v.shape)} (batch, heads, seqlen, dim); check the layout (bhsd or bshd), or "
+            "cut them to one length"
         )
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0:
+    if k.shape[1] == 0:
+        raise SpecError(
+            f"k and v must have at least one head, got {k.shape[1]}, with {q.shape[1]} of q; check "
+            "the layout (bhsd or bshd), or leave the call out"
+        )
+    if q.shape[1] % k.shape[1] != 0:
         raise SpecError(
             f"num_heads_q must be a multiple of num_heads_kv, got {q.shape[1]} and {k.shape[1]}; "
             "check the layout (bhsd or bshd), or pad the kv heads"
         )
     if q.shape[3] != k.shape[3]:
-        raise SpecError(f"q has head_dim {q.shape[3]} but k has {k.shape[3]}; they must be equal")
+        raise SpecError(
+            f"q has head_dim {q.shape[3]} but k has {k.shape[3]}; they must be equal: check the "
+            "layout, or pad one with zeros and give softmax_scale"
+        )
     for name, x, dim in (("q", q, head_dim), ("v", v, head_dim_v)):
         if dim is not None and x.shape[3] != dim:
             raise SpecError(

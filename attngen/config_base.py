@@ -5,7 +5,8 @@ Imports neither torch nor triton.
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, fields
+import functools
+from dataclasses import MISSING, fields
 from typing import Any, ClassVar
 
 from attngen.workload import Direction
@@ -33,15 +34,22 @@ class NamedFields:
 
     def as_dict(self) -> dict[str, Any]:
         """The named fields, without the unused ones."""
-        named: dict[str, Any] = asdict(self)  # type: ignore[call-overload]  # a dataclass
-        return {name: value for name, value in named.items() if name not in self.unused}
+        unused = self.unused
+        names = _defaults(type(self))  # type: ignore[arg-type]  # a class is hashable
+        return {name: getattr(self, name) for name in names if name not in unused}
 
     def __post_init__(self) -> None:
         """Unused fields have their default, so that configs that run the same are equal."""
-        for field in fields(self):  # type: ignore[arg-type]  # a dataclass
-            if field.name in self.unused:
-                assert field.default is not MISSING
-                object.__setattr__(self, field.name, field.default)
+        for name in self.unused:
+            default = _defaults(type(self))[name]  # type: ignore[arg-type]  # a class is hashable
+            assert default is not MISSING
+            object.__setattr__(self, name, default)
+
+
+@functools.cache
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    """The fields of a config class, all of them plain values, and their defaults."""
+    return {field.name: field.default for field in fields(kind)}
 
 
 def _written(value: Any) -> str:

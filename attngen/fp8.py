@@ -75,7 +75,7 @@ def quantize(
         if not x.is_floating_point() or x.element_size() < 2:
             raise DtypeError(
                 f"{letter} must be float16, bfloat16 or float32, got {x.dtype}; quantize takes "
-                "what is not rounded yet"
+                f"what is not rounded yet: pass {letter}.float(), times its scale if it has one"
             )
     q, k, v = (x.detach().float() for x in (q, k, v))
     if hadamard:

@@ -164,7 +164,7 @@ def attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     left, right = (None, None) if window is None else window_sides(window)
     if chunk is not None:
-        chunk = whole("chunk", chunk, 1, MAX_POSITION)
+        chunk = whole("chunk", chunk, 1, MAX_POSITION, "None switches it off")
     if softmax_scale is not None:
         softmax_scale = scale_number("softmax_scale", softmax_scale)
     if softcap is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 MAX_HEAD_DIM = 576
@@ -23,6 +24,7 @@ class Part(NamedTuple):
     """What variable names of this part end in: nothing if the dim is one part, else its number."""
 
 
+@functools.cache
 def split_head_dim(dim: int) -> tuple[Part, ...]:
     """Cut a head dim into at most three power-of-two parts of at least 16 columns.
 

@@ -50,7 +50,7 @@ def scale_of(kv_dtype: str, q_descale: Any, k_descale: Any, v_descale: Any) -> s
             "k_descale and v_descale must be both of shape (), (batch, num_heads_kv) or (batch, "
             "num_heads_kv, seqlen_k), or with block_table (), (pages, num_heads_kv) or (pages, "
             f"page_size, num_heads_kv), got shapes {tuple(k_descale.shape)} and "
-            f"{tuple(v_descale.shape)}"
+            f"{tuple(v_descale.shape)}; pass what each was divided by"
         )
     return _KINDS[dims[0]]
 
@@ -79,8 +79,9 @@ def check_descales(
     """Shapes, dtypes and devices of the op's descales."""
     named = dict(zip(spec.tensor_args, extra, strict=True))
     shape = descale_shape(spec, k)
+    said, step = f"kv_scale={spec.kv_scale!r}", "; pass what each was divided by"
     for name in KV_DESCALES:
-        check_descale(name, named[name], shape, f"kv_scale={spec.kv_scale!r}", q)
+        check_descale(name, named[name], shape, said, q, step)
 
 
 def quantized(spec: AttentionSpec, x: Tensor, page: int) -> tuple[Tensor, Tensor]:

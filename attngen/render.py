@@ -60,14 +60,20 @@ def direction_of(config: KernelConfig) -> Direction:
     return config.direction
 
 
-def render(spec: AttentionSpec, config: KernelConfig) -> str:
-    """The text of the kernel file of a spec and a config. Sees only `spec.text`."""
+def render(spec: AttentionSpec, config: KernelConfig, *, frozen: bool = False) -> str:
+    """The text of the kernel file of a spec and a config. Sees only `spec.text`.
+
+    Args:
+        frozen: a forward by pointers whose float arguments may come as float64, as
+            AOTInductor passes them.
+    """
     direction = direction_of(config)
     text = spec.served_as(direction).text
     template = _environment().get_template(f"{direction}.{config.lowering}.py.jinja")
     return template.render(
         spec=TemplateSpec(text),
         config=config,
+        frozen=frozen,
         direction=direction,
         title=title(text, config),
         version=TEXT_VERSION,

@@ -537,7 +537,9 @@ class AttentionSpec:
         except (ValueError, TypeError) as error:
             raise SpecError(f"spec is not JSON ({error}); write it with spec.to_json()") from None
         if not isinstance(named, dict):
-            raise SpecError(f"spec must be a JSON object, got {type(named).__name__}")
+            raise SpecError(
+                f"spec must be a JSON object, got {shown(named)}; write it with spec.to_json()"
+            )
         return cls(**named)
 
     def as_dict(self) -> dict[str, Any]:

@@ -41,10 +41,13 @@ def refuse_unknown(named: Iterable[str], known: Collection[str]) -> None:
 def check(spec: AttentionSpec) -> None:
     """Refuse values that no spec may have, and combinations that mean nothing."""
     for name, most in (("head_dim", MAX_HEAD_DIM), ("head_dim_v", MAX_HEAD_DIM_V)):
+        size = getattr(spec, name)
         step = "split the heads or use a smaller head dim"
         if name == "head_dim_v" and spec.head_dim_v == spec.head_dim:
             step = f"give head_dim_v, at most {most}, for a head_dim above it"
-        whole(name, getattr(spec, name), 1, most, step)
+        if not isinstance(size, (int, float, str)) or (type(size) is int and size < 1):
+            step = f"it is the last dim of {'v' if name == 'head_dim_v' else 'q and k'}"
+        whole(name, size, 1, most, step)
     _one_of(spec, "dtype", DTYPES + FP8_DTYPES)
     _one_of(spec, "layout", LAYOUTS)
     _one_of(spec, "precision", PRECISIONS)
@@ -60,7 +63,7 @@ def check(spec: AttentionSpec) -> None:
     if spec.kv_dtype is not None and spec.dtype not in ("float16", "bfloat16"):
         raise SpecError(
             f"kv_dtype={spec.kv_dtype!r} needs dtype float16 or bfloat16, which q and out have, "
-            f"got {spec.dtype!r}"
+            f"got {spec.dtype!r}; compute in one of these, or leave kv_dtype and kv_scale out"
         )
     if spec.dtype in FP8_DTYPES and spec.fp8_scale is None:
         raise SpecError(
@@ -75,11 +78,12 @@ def check(spec: AttentionSpec) -> None:
     if spec.deterministic is not None:
         flag("deterministic", spec.deterministic, "None, True or False")
     if spec.chunk is not None:
-        whole("chunk", spec.chunk, 1, MAX_POSITION)
+        whole("chunk", spec.chunk, 1, MAX_POSITION, "None switches it off")
     if spec.shared_kv is True and spec.head_dim_v >= spec.head_dim:
         raise SpecError(
             "shared_kv=True needs head_dim_v below head_dim: v is k's first columns, got head_dim="
-            f"{spec.head_dim} and head_dim_v={spec.head_dim_v}"
+            f"{spec.head_dim} and head_dim_v={spec.head_dim_v}; give the head_dim_v of those "
+            "columns, or leave shared_kv out"
         )
     if spec.prefix_lm and spec.causal is False:
         raise SpecError(
@@ -110,6 +114,7 @@ def side_outputs(names: Any) -> tuple[str, ...]:
     for name in names:
         if not isinstance(name, str) or name not in (*AUX, "lse"):
             hint = nearest(name, AUX) if isinstance(name, str) else ""
+            hint = hint or "; leave aux out for out and lse alone"
             raise SpecError(f"aux must name {', '.join(AUX)}, got {shown(name)}{hint}")
     return tuple(name for name in AUX if name in names)
 
@@ -123,8 +128,10 @@ def _one_of(spec: AttentionSpec, name: str, allowed: tuple[Any, ...]) -> None:
         hint = nearest(value, [a for a in allowed if isinstance(a, str)])
     if name == "dtype" and str(value).rstrip("0123456789") in ("float", "int", "uint", "complex"):
         hint = "; cast tensors with .to(torch.float32) or another of these"
-    if True in allowed and str(value).lower() in ("true", "false", "1", "0"):
+    if True in allowed and str(value).lower() in ("true", "false", "1", "0", "none"):
         hint = f"; write {name}={str(value).lower() in ('true', '1')}"
+    default = next(field.default for field in fields(spec) if field.name == name)
+    hint = hint or f"; leave {name} out for {default!r}"
     raise SpecError(f"{name} must be one of {_list(allowed)}, got {shown(value)}{hint}")
 
 

@@ -114,7 +114,7 @@ def _four_dims(
         wanted = heads
         if n > 0 and counts[1] == counts[2]:
             wanted = counts[1]  # groups of query heads, of which one group is the broadcast
-        elif enable_gqa:
+        elif enable_gqa and counts[n] > 0:
             x = x.repeat_interleave(heads // counts[n], -3)
         tensors[n] = x.expand(*lead, wanted, *x.shape[-2:])
     if rank == 3:
@@ -142,8 +142,13 @@ def _broadcast(leads: list[torch.Size], shapes: tuple[torch.Size, ...]) -> tuple
 def _check_heads(
     of_q: int, of_k: int, of_v: int, enable_gqa: bool, shapes: tuple[torch.Size, ...]
 ) -> None:
+    if of_k == 0 or of_v == 0:
+        raise SpecError(
+            f"key and value must have at least one head, got {of_k} and {of_v}, with {of_q} of "
+            "query; the heads are dim -3, and a call without any can be left out"
+        )
     if enable_gqa:
-        if of_k == 0 or of_v == 0 or of_q % of_k or of_q % of_v:
+        if of_q % of_k or of_q % of_v:
             raise SpecError(
                 f"query must have a multiple of the heads of key and value, got {of_q}, {of_k} and "
                 f"{of_v}; the heads are dim -3"

@@ -46,9 +46,10 @@ def shown(value: Any) -> str:
 
 
 def one_of(name: str, value: Any, allowed: Sequence[str]) -> str:
-    """A word among those allowed."""
+    """A word among those allowed, the first of which is the default."""
     if not isinstance(value, str) or value not in allowed:
         hint = nearest(value, allowed) if isinstance(value, str) else ""
+        hint = hint or f"; leave {name} out for {allowed[0]}"
         raise SpecError(f"{name} must be one of {', '.join(allowed)}, got {shown(value)}{hint}")
     return value
 
@@ -72,34 +73,37 @@ def flag(name: str, value: Any, allowed: str = "True or False") -> bool:
     """True or False; not 1, "yes" or anything else that Python takes for it."""
     held = plain(value)
     if type(held) is not bool:
-        step = _meant(name, value, bool)
+        step = _meant(name, value, bool) or f"; leave {name} out for its default"
         raise SpecError(f"{name} must be {allowed}, got {shown(value)}{step}")
     return held
 
 
 def probability(name: str, value: Any) -> float:
     """A number from 0 to 1."""
-    p = _number(name, value, "from 0 to 1")
+    step = "0.0 switches dropout off"
+    p = _number(name, value, "from 0 to 1", step)
     if not 0.0 <= p <= 1.0:
-        raise SpecError(f"{name} must be from 0 to 1, got {p!r}; 0.0 switches dropout off")
+        raise SpecError(f"{name} must be from 0 to 1, got {p!r}; {step}")
     return p
 
 
 def scale_number(name: str, value: Any) -> float:
     """A softmax scale: a finite number, zero or one that float32 holds."""
     must = f"a finite number, 0 or {_RANGE} in size (what float32 kernels hold)"
-    scale = _number(name, value, must)
+    step = "None means 1/sqrt(head_dim)"
+    scale = _number(name, value, must, step)
     if not (scale == 0 or SMALLEST <= abs(scale) <= LARGEST):
-        raise SpecError(f"{name} must be {must}, got {scale!r}; None means 1/sqrt(head_dim)")
+        raise SpecError(f"{name} must be {must}, got {scale!r}; {step}")
     return scale
 
 
 def cap_number(value: Any, scale: float | None = None) -> float:
     """A softcap that float32 holds, alone and under the scale."""
     must = f"a positive number {_RANGE} (what float32 kernels hold)"
-    cap = _number("softcap", value, must)
+    step = "None switches it off"
+    cap = _number("softcap", value, must, step)
     if not SMALLEST <= cap <= LARGEST:
-        raise SpecError(f"softcap must be {must}, got {cap!r}; None switches it off")
+        raise SpecError(f"softcap must be {must}, got {cap!r}; {step}")
     if scale is not None and abs(scale) / cap > LARGEST:
         raise SpecError(
             f"softmax_scale / softcap must be at most 8.5e37 (what float32 kernels hold), got "
@@ -134,8 +138,8 @@ def _window_side(side: str, value: Any) -> int | None:
     return value if value <= MAX_POSITION else MAX_POSITION
 
 
-def _number(name: str, value: Any, must: str) -> float:
-    """The value as a float; a bool, a str and a tensor are none."""
+def _number(name: str, value: Any, must: str, step: str) -> float:
+    """The value as a float; a bool, a str and a tensor are none. `step` says what to do."""
     if type(value) is float or _is_symbolic(value):
         return value  # type: ignore[no-any-return]  # checked above
     held = plain(value)
@@ -143,7 +147,7 @@ def _number(name: str, value: Any, must: str) -> float:
         return float(held)
     if type(held) is float:
         return held
-    step = _meant(name, value, float)
+    step = _meant(name, value, float) or f"; {step}"
     if hasattr(value, "requires_grad") and name != "dropout_p":
         step = "; let a learned scale multiply q, where it gets a gradient"
     elif hasattr(value, "requires_grad"):

@@ -39,7 +39,12 @@ class Workload:
         for field in fields(self):
             size = whole(field.name, getattr(self, field.name), 0, None)
             object.__setattr__(self, field.name, size)  # the class is frozen
-        if self.num_heads_kv == 0 or self.num_heads_q % self.num_heads_kv:
+        if self.num_heads_kv == 0:
+            raise SpecError(
+                f"num_heads_kv must be at least 1, got 0, with num_heads_q={self.num_heads_q}; "
+                "tune for the heads of one call"
+            )
+        if self.num_heads_q % self.num_heads_kv:
             raise SpecError(
                 f"num_heads_q must be a multiple of num_heads_kv, got {self.num_heads_q} and "
                 f"{self.num_heads_kv}; pad or repeat the kv heads"

@@ -44,6 +44,80 @@ for wrong in ((q, k, v[:, :, :9]), (q, k.float(), v), (q[..., :32], k[..., :32],
 """
 
 
+COMPILE = """
+import sys
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+import attngen
+from attngen.aot import freeze
+from attngen.kernel import load
+from attngen.settle import numbers_of
+from attngen.spec import AttentionSpec
+from attngen.tuner.compile_worker import TargetDriver
+
+triton.runtime.driver.set_active(TargetDriver(90))
+torch.set_default_device("meta")
+SIZES = (("i64", 1, 8, 1024), ("i32", 1, 1, 1))
+POINTERS = {torch.float16: "*fp16", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+
+def type_of(x, integers):
+    if isinstance(x, torch.Tensor):
+        return POINTERS[x.dtype]
+    return "fp64" if isinstance(x, float) else "constexpr" if x == 1 else integers
+
+for text in sys.argv[1:]:
+    spec = AttentionSpec.parse(text)
+    attend = freeze(spec, attngen.Workload(2, 8, 4, 1024, 1024), gpu_name="nvidia_h200")
+    for integers, batch, heads, rows in SIZES[:len(sys.argv) - 1]:
+        q, k = (torch.empty(batch, heads, rows, spec.head_dim).to(getattr(torch, spec.dtype))
+                for _ in range(2))
+        v = q.new_empty(batch, heads, rows, spec.head_dim_v)
+        lse = torch.empty(batch, heads, rows)
+        scalars, ints = attend.numbers
+        numbers = numbers_of(spec, dict(zip(spec.int_args, ints)), rows, rows)
+        numbers |= zip(spec.scalar_args, scalars)
+        plan = load(attend.path, interpret=False).plan(q, k, v, torch.empty_like(v), lse, **numbers)
+        for kernel, grid, arguments, constants in plan:
+            types = {name: type_of(x, integers) for name, x in zip(kernel.arg_names, arguments)}
+            assert list(types.values()).count("fp64") >= 2, types
+            fixed = {name: 1 for name, each in types.items() if each == "constexpr"}
+            fixed |= {name: constants[name] for name in kernel.arg_names if name in constants}
+            types |= dict.fromkeys(fixed, "constexpr")
+            types = {name: types[name] for name in kernel.arg_names}
+            options = {name: constants[name] for name in ("num_warps", "num_stages")}
+            source = ASTSource(kernel, types, fixed)
+            found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            lines = [line for line in found.asm["ttir"].splitlines() if "f64" in line]
+            assert all("tt.func" in line or "arith.truncf" in line for line in lines), lines
+"""
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        pytest.param(("head_dim=64,causal=true,window=9:0,softcap=5.0",), id="some"),
+        pytest.param(
+            (
+                "head_dim=64,causal=true",
+                "head_dim=64,softcap=30.0,dtype=float16",
+                "head_dim=96,head_dim_v=40,window=63:31",
+                "head_dim=64,causal=true,chunk=512,softmax_scale=1.0",
+                "head_dim=32,dtype=float32,score_mod=t0:sub q k;t1:mul t0 0.5;add score t1",
+                "head_dim=64,softcap=5.0,score_mod=mul score 0.5,mask_mod=gt q k",
+            ),
+            id="all",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_kernels_take_what_aotinductor_passes(texts: tuple[str, ...]) -> None:
+    """Constants as float64, sizes of 64 bits where they are not known to be short, and 1 as a
+    constant, in spite of do_not_specialize."""
+    done = python(COMPILE, *texts, TRITON_INTERPRET="")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
 def test_export_holds_the_operator() -> None:
     """In a process of its own: no kernel is interpreted."""
     done = python(EXPORT)

@@ -54,22 +54,22 @@ BAD_TENSORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str, str]] =
     "no-kv-heads": (
         _call(k=lambda k: k[:, :0], v=lambda v: v[:, :0]),
         attngen.SpecError,
-        "4 and 0",
-        "multiple of num_heads_kv",
+        "got 0, with 4 of q",
+        "or leave the call out",
     ),
     "batch": (
         _call(k=lambda k: k.repeat(2, 1, 1, 1)),
         attngen.SpecError,
         "1, 2, 1",
-        "one batch size",
+        "give a shared one the others' with .expand()",
     ),
     "k-v-lengths": (
         _call(v=lambda v: v[:, :, :4]),
         attngen.SpecError,
         "(1, 2, 4, 16)",
-        "agree in heads and length",
+        "cut them to one length",
     ),
-    "head-dim-of-k": (_call(k=lambda k: k[..., :8]), attngen.SpecError, "8", "must be equal"),
+    "head-dim-of-k": (_call(k=lambda k: k[..., :8]), attngen.SpecError, "8", "pad one with zeros"),
     "unknown-argument": (_call(biaz=None), attngen.SpecError, "'biaz'", "options: "),
     "dropout-above-1": (_call(dropout_p=1.5), attngen.SpecError, "1.5", "from 0 to 1"),
     "dropout-negative": (_call(dropout_p=-0.1), attngen.SpecError, "-0.1", "from 0 to 1"),
@@ -100,6 +100,7 @@ BAD_TENSORS: dict[str, tuple[Callable[[Any], Any], type[Exception], str, str]] =
         "got -2",
     ),
     "aux-unknown": (_call(return_aux=("max",)), attngen.SpecError, "'max'", "lse, max_logit"),
+    "aux-far": (_call(return_aux=("foo",)), attngen.SpecError, "'foo'", "leave return_aux out"),
 }
 
 

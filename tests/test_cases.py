@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ BIG = ("big", "ring", "varlen_uniform", "varlen_cycle")
 """Needs a large GPU (tests/gpu) or several ranks (a later issue)."""
 SLOW_IDS = {"SHQ-1", "TAI-1", "DIM-1", "DIM-5", "DVD-1", "VAR-1", "VAR-3"}
 """Over five seconds in the interpreter."""
-FIRST = 3
-"""So many variants of a case are run by `make test`, the others by `make accept`."""
+LONG_IDS = ("DIM-2", "WIN-2", "ROW-1", "SNK-3", "DIM-6", "STR-10", "WIN-4", "GQA-1", "BIA-2")
+"""Two seconds and more: `make test` runs three of these cases a day."""
 
 
 def _variants() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -33,11 +34,16 @@ def _variants() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
 
 
 def _params() -> list[Any]:
-    """The variants, most of them slow."""
+    """The variants: of each case `make test` runs the first, and of the others another one each
+    day; `make accept` runs all."""
+    day = int(os.environ["ATTNGEN_TEST_DAY"])
 
     def marks(name: str, case: dict[str, Any]) -> list[Any]:
-        is_slow = case["id"] in SLOW_IDS or int(name.rpartition("-")[2]) >= FIRST
-        return [pytest.mark.slow] if is_slow else []
+        number, others = int(name.rpartition("-")[2]), len(case["n"].get("vary", [None])) - 1
+        is_due = number == 0 or number == 1 + day % others
+        if case["id"] in LONG_IDS:
+            is_due = is_due and LONG_IDS.index(case["id"]) % 3 == day % 3
+        return [] if is_due and case["id"] not in SLOW_IDS else [pytest.mark.slow]
 
     return [
         pytest.param(case, over, id=name, marks=marks(name, case))

@@ -123,6 +123,8 @@ def test_bshd_is_the_transposed_bhsd() -> None:
     [
         ({"dtype": "float8_e4m3"}, "dtype must be one of float8_e4m3fn, float8_e5m2"),
         ({"dtype": torch.bfloat16}, "dtype must be one of"),
+        ({"dtype": "fp8"}, "got 'fp8'; leave dtype out for float8_e4m3fn"),
+        ({"scale": 3}, "got 3; leave scale out for tensor"),
         ({"scale": "row"}, "scale must be one of tensor, head, block, got 'row'"),
         ({"hadamard": 1}, "hadamard must be True or False"),
         ({"layout": "thd"}, "layout must be one of bhsd, bshd"),
@@ -135,5 +137,5 @@ def test_wrong_options_are_named(options: dict[str, Any], message: str) -> None:
 
 def test_what_is_rounded_already_is_refused() -> None:
     q, k, v = (x.to(torch.float8_e4m3fn) for x in inputs(1, (2, 2), 4, 16))
-    with pytest.raises(attngen.DtypeError, match="q must be float16, bfloat16 or float32"):
+    with pytest.raises(attngen.DtypeError, match=r"q must be float16.*pass q\.float\(\)"):
         attngen.quantize(q, k, v)

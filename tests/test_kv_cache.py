@@ -301,8 +301,8 @@ def test_what_is_refused() -> None:
     cases: list[tuple[type[Exception], str, tuple[Tensor, ...], dict[str, Any]]] = [
         (attngen.SpecError, "got no v_descale", (q, k8, v8), {"k_descale": k_scale}),
         (attngen.SpecError, "leave it out", (q, k8, v8), {**scales, "q_descale": k_scale}),
-        (attngen.SpecError, "shape", (q, k8, v8), {**scales, "v_descale": v_scale[:, :1]}),
-        (attngen.SpecError, "both of shape", (q, k8, v8), {**scales, "v_descale": v_scale[0, 0]}),
+        (attngen.SpecError, "was divided by", (q, k8, v8), {**scales, "v_descale": v_scale[:, :1]}),
+        (attngen.SpecError, "each was", (q, k8, v8), {**scales, "v_descale": v_scale[0, 0]}),
         (attngen.DtypeError, "float32", (q, k8, v8), {**scales, "v_descale": v_scale.half()}),
         (attngen.SpecError, "needs dtype float16", (q.float(), k8, v8), scales),
         (attngen.DtypeError, "must all be", (q, k8, v), scales),

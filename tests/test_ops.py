@@ -506,7 +506,7 @@ def test_attention_pickles() -> None:
 
 
 def test_two_threads_may_make_the_first_call_at_once() -> None:
-    for dim in range(17, 27):  # ten specs that no other test has run
+    for dim in range(17, 22):  # five specs that no other test has run
         q, k, v = make_qkv(seqlen_q=8, dim=dim)
         barrier = threading.Barrier(2)
         found: dict[int, list[Tensor]] = {}

@@ -185,6 +185,11 @@ def test_empty_sequences(sizes: tuple[int, int]) -> None:
     assert_close([attngen.sdpa(q, k, v)], [attend(q, k, v)])
 
 
+def test_no_query_heads() -> None:
+    q, k, v = make_qkv(seqlen_q=5, dim_v=24)
+    assert attngen.sdpa(q[:, :0], k, v, enable_gqa=True).shape == (*q.shape[:1], 0, 5, 24)
+
+
 def test_jagged_tensors() -> None:
     def nest(seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

@@ -123,10 +123,18 @@ def test_bad_line_says_what_is_wrong(line: str, message: str) -> None:
     assert message in str(raised.value)
 
 
-@pytest.mark.parametrize("text", ["{", "[1]", '{"head_dim": 64, "x": 1}'])
-def test_bad_json_is_a_spec_error(text: str) -> None:
-    with pytest.raises(SpecError):
+@pytest.mark.parametrize(
+    ("text", "step"),
+    [
+        ("{", "write it with spec.to_json()"),
+        ("[1]", "got [1]; write it with spec.to_json()"),
+        ('{"head_dim": 64, "x": 1}', "fields: head_dim"),
+    ],
+)
+def test_bad_json_is_a_spec_error(text: str, step: str) -> None:
+    with pytest.raises(SpecError) as raised:
         AttentionSpec.from_json(text)
+    assert step in str(raised.value)
 
 
 def test_unsupported_spec_lists_every_reason() -> None:
@@ -256,6 +264,10 @@ def test_workload_round_trips_and_refuses() -> None:
     for text, message in (("4,32,8", "five ints"), ("a,b,c,d,e", "five ints")):
         with pytest.raises(SpecError, match=message):
             Workload.parse(text)
+    with pytest.raises(
+        SpecError, match="num_heads_kv must be at least 1, got 0, with num_heads_q=4"
+    ):
+        Workload(1, 4, 0, 1, 1)
     with pytest.raises(SpecError, match="multiple of num_heads_kv, got 9 and 7"):
         Workload(1, 9, 7, 4, 4)
     with pytest.raises(SpecError, match="batch must be an int from 0 up, got -1"):

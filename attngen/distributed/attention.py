@@ -138,7 +138,7 @@ def attention(
         aux = check_aux(functions_of_texts(*texts), aux_tensors, q, deterministic) or ()
     left, right = window_sides(window)
     if chunk is not None:
-        chunk = whole("chunk", chunk, 1, MAX_POSITION)
+        chunk = whole("chunk", chunk, 1, MAX_POSITION, "None switches it off")
     if softmax_scale is not None:
         softmax_scale = scale_number("softmax_scale", softmax_scale)
     if softcap is not None:
