@@ -67,6 +67,15 @@ class TemplateSpec:
         return ("_even", "_odd") if self.spec.is_quantized else ("",)
 
     @property
+    def k_halves(self) -> tuple[str, ...]:
+        """What ends the names of parts of q and k: those of even and odd columns, where k is read in
+        pairs as v is, so that both find their pages by the same numbers."""
+        pays = self.spec.paged or self.spec.kv_dtype == "int8"
+        if not self.spec.is_quantized or not pays or self.spec.head_dim % 2:
+            return ("",)
+        return ("_even", "_odd") if min(x.width for x in self.spec.qk_parts) >= 32 else ("",)
+
+    @property
     def aux_parameters(self) -> tuple[str, ...]:
         """What printed kernels take for the tensors of functions."""
         return aux_parameters(self.spec.function_tensors)
