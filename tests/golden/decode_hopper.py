@@ -888,7 +888,7 @@ def main():
     """Check against PyTorch on random data, then print the time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("this kernel needs a GPU of compute capability 9.0, such as an H100")
-    (q, k, v), numbers, _ = example()
+    (q, k, _), numbers, _ = example()
     v = k[..., : HEAD_DIM_V.value]
     want, want_lse = (x[:, :, -ROWS:] for x in reference(q, k, v, **numbers))
     q, length = q[:, :, -ROWS:], k.shape[2]
@@ -897,13 +897,13 @@ def main():
     order = torch.randperm(count + 2, device=q.device)[:count]
     pages = [
         x.new_full((count + 2, page_size, x.shape[1], -(-x.shape[3] // 8) * 8), float("nan"))
-        for x in (k, v)
+        for x in (k,)
     ]
-    pages = [cache[..., : x.shape[3]] for cache, x in zip(pages, (k, v), strict=True)]
-    for cache, x in zip(pages, (k, v), strict=True):
+    pages = [cache[..., : x.shape[3]] for cache, x in zip(pages, (k,), strict=True)]
+    for cache, x in zip(pages, (k,), strict=True):
         padded = torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, -length % page_size))
         cache[order] = padded.unflatten(0, (count, page_size))
-    k, v = (x.transpose(1, 2) for x in pages)
+    k = pages[0].transpose(1, 2)
     v = k[..., : HEAD_DIM_V.value]
     numbers["block_table"] = order.int()[None]
     out = torch.empty_like(want, dtype=q.dtype)

@@ -11,6 +11,7 @@ softmax_scale, softcap, dropout_p, window sizes, lengths and strides are argumen
 import torch
 import triton
 import triton.language as tl
+from triton.language.target_info import cuda_capability_geq
 
 HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
@@ -73,6 +74,13 @@ def whole(stride):
     return tl.cast(stride, tl.int64) // UNIT * UNIT
 
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no PTX
+COLUMNS_OF = tl.constexpr(  # of two pairs
+    "{ .reg .b32 x; .reg .b16 even, odd; prmt.b32 x, $2, 0, 0x3120; mov.b32 {even, odd}, x; "
+    "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }"
+)
+
+
 @triton.jit
 def whole_keys(stride):
     """A stride of k or v, of elements of one byte; of v in pairs of columns."""
@@ -86,18 +94,17 @@ def whole_pairs(stride):
 
 
 @triton.jit
-def widened(x):
-    """Keys in float16, which holds all of their values."""
-    return x.to(tl.float16)
-
-
-@triton.jit
 def columns_of(pairs):
     """The even and the odd columns of values that were read in pairs, in float16.
 
     A product wants neighbouring keys of a column next to each other, and there are instructions
     that turn tiles of 16 bits around, but none for 8.
     """
+    if COMPILED and cuda_capability_geq(8, 9):
+        even, odd = tl.inline_asm_elementwise(
+            COLUMNS_OF, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+        return even, odd
     even = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     odd = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return even, odd
@@ -191,7 +198,8 @@ def attend(
     l_i,
     m_i,
     v_peak,
-    q,
+    q_even,
+    q_odd,
     unit,
     k_scales,
     stride_kdb,
@@ -233,12 +241,13 @@ def attend(
             end,
             0,
             BLOCK_N,
-            128,
-            HEAD_DIM,
+            64,
+            HEAD_DIM // 2,
             PAGE_SIZE,
-        )  # [BLOCK_N, 128]
-        k = widened(k)
-        qk = tl.dot(q, k.T, input_precision=PRECISION)
+        )  # [BLOCK_N, 64], of pairs
+        k_even, k_odd = columns_of(k)
+        qk = tl.dot(q_even, k_even.T, input_precision=PRECISION)
+        qk = tl.dot(q_odd, k_odd.T, qk, input_precision=PRECISION)
         k_scale = load_scales(
             k_scales,
             stride_kdb,
@@ -430,12 +439,12 @@ def attn_decode(
             return
 
     q_rows = q_ptr + head_q * whole(stride_qh) + row_q * whole(stride_qs)
-    k_head = k_ptr + head_kv * whole_keys(stride_kh)
+    k_head = k_ptr.to(tl.pointer_type(tl.int16)) + head_kv * whole_pairs(stride_kh)
     v_head = v_ptr.to(tl.pointer_type(tl.int16)) + head_kv * whole_pairs(stride_vh)
     table_row = block_table_ptr + batch * stride_tb
-    stride_kb = whole_keys(stride_kb)
+    stride_kb = whole_pairs(stride_kb)
     stride_vb = whole_pairs(stride_vb)
-    stride_ks = whole_keys(stride_ks)
+    stride_ks = whole_pairs(stride_ks)
     stride_vs = whole_pairs(stride_vs)
     k_scales = k_descale_ptr + head_kv * tl.cast(stride_kdh, tl.int64)
     stride_kdb = tl.cast(stride_kdb, tl.int64)
@@ -447,6 +456,7 @@ def attn_decode(
     peak = tl.maximum(peak, tl.max(tl.abs(q.to(tl.float32)), 1))
     unit = power_below(peak)
     q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
+    q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, 64, 2]))
 
     acc_even = tl.zeros([BLOCK_M, 64], tl.float32)
     acc_odd = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -459,7 +469,8 @@ def attn_decode(
         l_i,
         m_i,
         v_peak,
-        q,
+        q_even,
+        q_odd,
         unit,
         k_scales,
         stride_kdb,

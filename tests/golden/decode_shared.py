@@ -456,7 +456,7 @@ ROWS = 2  # query rows of the check: the last of the sequence
 
 def main():
     """Check against PyTorch on random data, then print the time."""
-    (q, k, v), numbers, _ = example()
+    (q, k, _), numbers, _ = example()
     v = k[..., : HEAD_DIM_V.value]
     if not q.is_cuda and not triton.knobs.runtime.interpret:
         raise SystemExit("no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter")
