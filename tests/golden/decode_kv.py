@@ -11,7 +11,6 @@ softmax_scale, softcap, dropout_p, window sizes, lengths and strides are argumen
 import torch
 import triton
 import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
 
 HEAD_DIM = tl.constexpr(128)
 HEAD_DIM_V = tl.constexpr(128)
@@ -100,7 +99,7 @@ def columns_of(pairs):
     A product wants neighbouring keys of a column next to each other, and there are instructions
     that turn tiles of 16 bits around, but none for 8.
     """
-    if COMPILED and cuda_capability_geq(8, 9):
+    if COMPILED:
         even, odd = tl.inline_asm_elementwise(
             COLUMNS_OF, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
         )
