@@ -249,7 +249,7 @@ def _ours(
     tiles: list[BlockMap] = []
     if spec.block_map:
         aux = tuple(beside[name] for name in spec.aux_args)
-        tiles.append(map_of(spec, *inputs[0][:2], aux))
+        tiles.append(map_of(spec, inputs[0][0], inputs[0][1], aux))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *descales: Tensor) -> Tensor:
         named: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))

@@ -25,8 +25,8 @@ from attngen.fp8 import check_descales, spread
 from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.memory import Memory, aligned, bshd, float32, on_16_bytes
-from attngen.packed import check_offsets, packed_of
 from attngen.one_row import unordered_call
+from attngen.packed import check_offsets, packed_of
 from attngen.remembered import Remembered
 from attngen.score_terms import Sums, placed
 from attngen.settle import Call, settled

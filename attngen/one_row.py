@@ -40,9 +40,7 @@ def _unordered(spec: AttentionSpec, seqlen_q: int) -> AttentionSpec:
     return bare
 
 
-def unordered_call(
-    text_key: str, q: Tensor, ints: Sequence[int]
-) -> tuple[str, Sequence[int]]:
+def unordered_call(text_key: str, q: Tensor, ints: Sequence[int]) -> tuple[str, Sequence[int]]:
     """The text key and the integers of the op that serve a forward."""
     if q.shape[2] != 1 or "causal" not in text_key:
         return text_key, ints

@@ -96,9 +96,7 @@ def test_latent_attention_by_hopper(page: int) -> None:
         options |= {"block_table": table, "seqused_k": used}
     named = {"block_table": options["block_table"]} if page else {}
     for causal in (False, True):
-        spec = attngen.AttentionSpec(
-            head_dim=576, head_dim_v=512, paged=page > 0, causal=causal
-        )
+        spec = attngen.AttentionSpec(head_dim=576, head_dim_v=512, paged=page > 0, causal=causal)
         choice = attngen.compile(spec).explain(q, cache, cache[..., :512], **named).choices[0]
         assert choice.config.lowering == "hopper"
 
