@@ -174,6 +174,11 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
             visible = _visible(spec, workload, attn_mask, lacking)
             each = workload.batch if spec.has_masks else None
             mask = create_block_mask(visible, each, None, rows, keys, device=_device())
+        elif workload.seqlen_q <= MAX_ROWS:  # its decode shares out keys by a mask's blocks only
+            rows, keys = workload.seqlen_q, workload.seqlen_k
+            mask = create_block_mask(
+                lambda b, h, i, j: j >= 0, None, None, rows, keys, device=_device()
+            )
         score_mod = _score_mod(spec, workload, bias, alibi_slopes)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
