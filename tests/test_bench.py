@@ -128,6 +128,7 @@ def test_flex_computes_the_spec() -> None:
     spec = dataclasses.replace(SPEC, window=(5, None), softcap=2.0)
     spec = dataclasses.replace(spec, attn_mask=True, bias=True, alibi=True)
     assert_computes("flex", spec, Workload(1, 4, 2, 128, 256))
+    assert_computes("flex", dataclasses.replace(SPEC, causal=False), Workload(1, 4, 2, 1, 256))
 
 
 def test_flex_is_made_with_and_without_a_mask() -> None:

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support import make_qkv, oracle, oracle_options, run_file
 from torch import Tensor
 
 import attngen
 from attngen import calls, ops
+from attngen.cli import main
 from attngen.config import CONFIG_CLASSES, infeasible, parse
 from attngen.decode import DecodeConfig, footprint, forward_direction, split_count
 from attngen.explain import explain_workload
@@ -170,6 +172,9 @@ def test_what_serves_causal_order_of_one_row() -> None:
     for rows, is_causal in ((1, False), (2, True)):
         made = explain_workload(spec, Workload(2, 8, 2, rows, 512), directions=("fwd",))
         assert made.choices[0].spec.is_causal is is_causal
+        line = ["emit", spec.key, "--direction", "fwd", "--workload", f"2,8,2,{rows},512"]
+        printed = CliRunner().invoke(main, line).stdout
+        assert printed == made.source("fwd")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
