@@ -5,6 +5,10 @@ clocks and temperature meets all alike. A backward is timed through `torch.autog
 `retain_graph=True`, for peers and for ours. TFLOP/s count 4*B*Hq*Sq*Sk*D for a forward (two
 products; (D + Dv) / 2 where they differ), half of it if causal, and 2.5 times that for a backward;
 a window is not subtracted.
+
+`by_graph` replays forwards from a CUDA graph instead, which leaves the host's time out: that of a
+decode takes longer than its kernels. Calls in the graph take turns over tensors that together are
+larger than any L2 cache.
 """
 
 from __future__ import annotations
@@ -42,6 +46,12 @@ Inputs = tuple[Tensor, ...]
 """q, k and v, and if these are FP8 their descales."""
 Timer = Callable[[Callable[[], Any]], float]
 """Milliseconds of a call."""
+COLD_BYTES = 256 << 20
+"""Of all k and v that calls in a graph take turns over: none is in a cache when its turn comes."""
+GRAPH_CALLS = 4
+"""Calls in a graph at least."""
+GRAPH_MS = 20.0
+"""Device time that one measurement by graph aims at."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +114,40 @@ def do_bench(call: Callable[[], Any]) -> float:
     return float(measure(call, warmup=20, rep=60, return_mode="median"))
 
 
+def by_graph(call: Callable[[], Any]) -> float:
+    """Median milliseconds of replays of a CUDA graph of some calls, for each of them."""
+    count = max(GRAPH_CALLS, len(call.turns)) if isinstance(call, Turns) else GRAPH_CALLS
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    times = [_replay(graph)]  # of a graph that is still cold: it counts for nothing
+    while len(times) < 4 or (sum(times) < GRAPH_MS and len(times) < 100):
+        times.append(_replay(graph))
+    return statistics.median(times[1:]) / count
+
+
+def _replay(graph: torch.cuda.CUDAGraph) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
+
+
+@dataclass
+class Turns:
+    """One call after the other, each time the next."""
+
+    turns: list[Callable[[], Any]]
+    made: int = 0
+
+    def __call__(self) -> Any:
+        self.made += 1
+        return self.turns[self.made % len(self.turns)]()
+
+
 def bench(
     spec: AttentionSpec,
     workload: Workload,
@@ -116,6 +160,8 @@ def bench(
     progress: Callable[[str], None] = lambda message: None,
 ) -> Iterator[Comparison]:
     """Time a spec on a workload, one direction after the other."""
+    if timer is by_graph and directions != ("fwd",):
+        raise ValueError(f"by_graph times forwards, got directions={directions}")
     if spec.is_packed:
         raise UnsupportedSpecError(
             [
@@ -139,7 +185,10 @@ def bench(
         (choice,) = explain_workload(spec, workload, gpu=gpu, directions=(direction,)).choices
         default = lowering.default(spec.text, choice.bucket, gpu)
         ours = ((OURS, choice.config), (DEFAULT, default))
-        inputs = _inputs(spec, workload, device)
+        inputs = [_inputs(spec, workload, device)]
+        if timer is by_graph:
+            size = sum(x.numel() * x.element_size() for x in inputs[0][1:3])
+            inputs += [_inputs(spec, workload, device) for _ in range(COLD_BYTES // size)]
         beside = beside_of(spec, workload, device, torch.Generator(device).manual_seed(1))
         entrants = list(_ours(spec, direction, ours, inputs, beside))
         theirs, absent = _theirs(spec, workload, direction, peers, inputs, beside)
@@ -192,7 +241,7 @@ def _ours(
     spec: AttentionSpec,
     direction: Direction,
     configs: tuple[tuple[str, KernelConfig], ...],
-    inputs: Inputs,
+    inputs: list[Inputs],
     beside: dict[str, Tensor],
 ) -> Iterator[_Entrant]:
     """Our kernels under each of the named configs, each having run once."""
@@ -200,7 +249,7 @@ def _ours(
     tiles: list[BlockMap] = []
     if spec.block_map:
         aux = tuple(beside[name] for name in spec.aux_args)
-        tiles.append(map_of(spec, inputs[0], inputs[1], aux))
+        tiles.append(map_of(spec, inputs[0][0], inputs[0][1], aux))
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *descales: Tensor) -> Tensor:
         named: dict[str, Any] = beside | dict(zip(DESCALES, descales, strict=False))
@@ -214,7 +263,7 @@ def _ours(
     for name, config in configs:
         setting = partial(pinned, {config.direction: config})
         with setting():
-            call = _call(attend, inputs, direction)
+            call = _calls(attend, inputs, direction)
         yield _Entrant(name, call, setting, config.key)
 
 
@@ -223,7 +272,7 @@ def _theirs(
     workload: Workload,
     direction: Direction,
     peers: list[Peer],
-    inputs: Inputs,
+    inputs: list[Inputs],
     beside: dict[str, Tensor],
 ) -> tuple[list[_Entrant], list[Timed]]:
     """The peers that run, each having run once, and those that do not, with the reason."""
@@ -235,7 +284,8 @@ def _theirs(
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 attend = peer.make(spec, workload, **beside)
-                call = _call(attend, _ordered(inputs, peer.layout), direction)
+                theirs = [_ordered(each, peer.layout) for each in inputs]
+                call = _calls(attend, theirs, direction)
         except CannotServe as why:
             absent.append(Timed(peer.name, reason=str(why)[:REASON_LENGTH]))
         except Exception as error:  # a peer may fail in any way; the others are still timed
@@ -267,6 +317,12 @@ def _ordered(inputs: Inputs, layout: str) -> Inputs:
     if layout == "bhsd":
         return inputs
     return (*(x.transpose(1, 2).contiguous() for x in inputs[:3]), *inputs[3:])
+
+
+def _calls(attend: Attend, inputs: list[Inputs], direction: Direction) -> Callable[[], Any]:
+    """The same for several inputs, which take turns."""
+    calls = [_call(attend, each, direction) for each in inputs]
+    return Turns(calls) if len(calls) > 1 else calls[0]
 
 
 def _call(attend: Attend, inputs: Inputs, direction: Direction) -> Callable[[], Any]:

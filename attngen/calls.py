@@ -25,6 +25,7 @@ from attngen.fp8 import check_descales, spread
 from attngen.identity import parsed
 from attngen.kernel import Tensors
 from attngen.memory import Memory, aligned, bshd, float32, on_16_bytes
+from attngen.one_row import unordered_call
 from attngen.packed import check_offsets, packed_of
 from attngen.remembered import Remembered
 from attngen.score_terms import Sums, placed
@@ -60,7 +61,7 @@ def forward(
 ) -> list[Tensor]:
     """[out, lse] of `attngen::fwd`, and the side outputs of its spec; into `out` if it is given."""
     inputs: Tensors = (q, k, v)
-    text_key = key_of(text_key, q, k, v)
+    text_key, ints = unordered_call(key_of(text_key, q, k, v), q, ints)
     at = layout_of(text_key, (*inputs, *extra), scalars, ints)
     if out is not None:
         at = (*at, "out", out.shape, out.stride(), out.dtype, out.device)

@@ -224,14 +224,13 @@ def _defaults(spec: AttentionSpec, bucket: Bucket) -> Iterator[DecodeConfig]:
 
 
 def _of_quantized(spec: AttentionSpec, page_size: int) -> tuple[int, int, int, int]:
-    """The same of a quantised cache, D 128: fewer warps where each key's scale passes between
-    them."""
+    """The same of a quantised cache, D 128: few warps, which exchange little."""
     by_page = spec.kv_scale == "head" and spec.paged
     if by_page and page_size >= 128 or spec.kv_scale == "key" and not spec.paged:
         return (128, 4, 3, 2)
-    if spec.kv_scale == "key" or (by_page and page_size < 64):
-        return (64, 2, 3, 4)
-    return (64, 4, 3, 4)
+    if by_page and page_size >= 64:
+        return (64, 4, 3, 4)
+    return (64, 2, 3, 4)
 
 
 def axes(spec: AttentionSpec, bucket: Bucket) -> dict[str, tuple[Any, ...]]:

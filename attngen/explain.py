@@ -16,6 +16,7 @@ from attngen.identity import parsed
 from attngen.kernel import file_name
 from attngen.lookup import Found
 from attngen.memory import addressable, aligned
+from attngen.one_row import unordered
 from attngen.render import render
 from attngen.resolve import device_index_of, device_info, find
 from attngen.shared_kv import key_of
@@ -123,7 +124,8 @@ def explain_workload(
     for direction in directions:
         if direction == "bwd" and (spec.has_lengths or spec.is_quantized):  # has none
             continue
-        text = spec.served_as(direction).text
+        served = spec.served_as(direction)
+        text = (unordered(served, workload.seqlen_q) if direction == "fwd" else served).text
         at = spec_bucket(family(direction, text, workload.seqlen_q), spec, workload)
         if page_size:
             at = replace(at, page_size=page_size)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from attngen.decode import MAX_ROWS
 from attngen.mask_rules import NAMES, Structure
 from attngen.softmax_reference import alignment
 from attngen.spec import DESCALES, AttentionSpec
@@ -55,7 +56,8 @@ def all_peers(*, max_autotune: bool = False) -> list[Peer]:
     ]
     if max_autotune:
         peers.append(Peer("flex max-autotune", _flex("max-autotune-no-cudagraphs")))
-    return [*peers, Peer("fa3", _flash_attention_3, layout="bshd")]
+    fa3 = Peer("fa3", _flash_attention_3, layout="bshd")
+    return [*peers, fa3, Peer("fa3 kvcache", _flash_kvcache, layout="bshd")]
 
 
 def _refuse(peer: str, **lacks: bool) -> None:
@@ -172,6 +174,11 @@ def _flex(mode: str | None) -> Callable[..., Attend]:
             visible = _visible(spec, workload, attn_mask, lacking)
             each = workload.batch if spec.has_masks else None
             mask = create_block_mask(visible, each, None, rows, keys, device=_device())
+        elif workload.seqlen_q <= MAX_ROWS:  # its decode shares out keys by a mask's blocks only
+            rows, keys = workload.seqlen_q, workload.seqlen_k
+            mask = create_block_mask(
+                lambda b, h, i, j: j >= 0, None, None, rows, keys, device=_device()
+            )
         score_mod = _score_mod(spec, workload, bias, alibi_slopes)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -296,6 +303,30 @@ def _flash_attention_3(spec: AttentionSpec, workload: Workload, **lacking: Tenso
         return out
 
     return attend
+
+
+def _flash_kvcache(spec: AttentionSpec, workload: Workload, **lacking: Tensor) -> Attend:
+    """Its function for decodes, which shares out keys; of full caches, which need no lengths."""
+    _flash_attention_3(spec, workload, **lacking)  # raises what it cannot
+    if workload.seqlen_q > MAX_ROWS:
+        raise CannotServe(f"is timed up to {MAX_ROWS} query rows")
+    _refuse("fa3 kvcache", fp8=spec.is_fp8)
+    flash = _flash_module()
+    left, right = spec.window or (None, None)
+
+    def decode(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = flash.flash_attn_with_kvcache(
+            q,
+            k,
+            v,
+            softmax_scale=spec.softmax_scale,
+            causal=spec.is_causal,
+            window_size=(-1 if left is None else left, -1 if right is None else right),
+            softcap=spec.softcap or 0.0,
+        )
+        return out
+
+    return decode
 
 
 def _flash_module() -> Any:

@@ -67,6 +67,15 @@ class TemplateSpec:
         return ("_even", "_odd") if self.spec.is_quantized else ("",)
 
     @property
+    def k_halves(self) -> tuple[str, ...]:
+        """The same for parts of q and k. If k is read as v is, pages of both are found at once, and
+        int8 is converted by fewer instructions."""
+        pays = self.spec.paged or self.spec.kv_dtype == "int8"
+        if not self.spec.is_quantized or not pays or self.spec.head_dim % 2:
+            return ("",)
+        return ("_even", "_odd") if min(x.width for x in self.spec.qk_parts) >= 32 else ("",)
+
+    @property
     def aux_parameters(self) -> tuple[str, ...]:
         """What printed kernels take for the tensors of functions."""
         return aux_parameters(self.spec.function_tensors)

@@ -128,6 +128,7 @@ def test_flex_computes_the_spec() -> None:
     spec = dataclasses.replace(SPEC, window=(5, None), softcap=2.0)
     spec = dataclasses.replace(spec, attn_mask=True, bias=True, alibi=True)
     assert_computes("flex", spec, Workload(1, 4, 2, 128, 256))
+    assert_computes("flex", dataclasses.replace(SPEC, causal=False), Workload(1, 4, 2, 1, 256))
 
 
 def test_flex_is_made_with_and_without_a_mask() -> None:
@@ -211,6 +212,49 @@ def test_flash_attention_3_gets_its_layout_and_options(monkeypatch: pytest.Monke
     )
 
 
+def test_flash_attention_3_decodes_few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def flash_attn_with_kvcache(q: Any, k: Any, v: Any, **named: Any) -> Any:
+        calls.append((tuple(q.shape), named))
+        return q
+
+    module = types.ModuleType("fa3_fwd_interface")
+    module.flash_attn_with_kvcache = flash_attn_with_kvcache
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", module)
+    spec, peer = AttentionSpec(head_dim=16, window=(3, 0)), by_name("fa3 kvcache")
+    for sizes, reason in ((Workload(1, 2, 1, 2, 17), ""), (SIZES, "up to 16 query rows")):
+        named = {"timer": FakeTimer(), "device": "cpu", "rounds": 1, "directions": ("fwd",)}
+        (found,) = bench(spec, sizes, [peer], **named)
+        assert reason in found.timed[-1].reason and bool(found.timed[-1].ms) is not bool(reason)
+    options = {"softmax_scale": None, "causal": False, "window_size": (3, 0), "softcap": 0.0}
+    assert calls[0] == ((1, 2, 2, 16), options)
+
+
+def test_calls_in_graphs_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over as many inputs as no cache holds; a backward is not timed so."""
+    seen: dict[int, int] = {}
+
+    def make(spec: Any, workload: Any, **beside: Any) -> Any:
+        def attend(q: Any, k: Any, v: Any) -> Any:
+            seen[k.data_ptr()] = seen.get(k.data_ptr(), 0) + 1
+            return q
+
+        return attend
+
+    def timer(call: Callable[[], Any]) -> float:
+        for _ in range(6):
+            call()
+        return 1.0
+
+    monkeypatch.setattr(benches, "by_graph", timer)
+    monkeypatch.setattr(benches, "COLD_BYTES", 2 * 4 * 2 * 17 * 16)  # of two inputs
+    run(Peer("counts", make), directions=("fwd",), rounds=1, timer=timer)
+    assert list(seen.values()) == [3, 3, 3]  # once to prepare
+    with pytest.raises(ValueError, match="by_graph times forwards"):
+        run(timer=timer)
+
+
 def test_ours_and_default_run_their_own_configs(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned = FwdConfig(block_m=16, block_n=32, num_warps=4, num_stages=1)
     found = Found(None, "user", [])
@@ -241,6 +285,8 @@ def test_bench_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) ->
     assert (said["gpu"], said["workload"], said["direction"]) == ("NVIDIA H200", str(SIZES), "fwd")
     assert said["results"]["sdpa math"]["their_time_over_ours"] == 1.5
     assert {"driver", "torch", "triton", "cuda", "command"} <= said.keys()
+    refused = CliRunner().invoke(main, [*line, "--graph"])
+    assert refused.exit_code == 2 and "add --direction fwd" in refused.output
     table = CliRunner().invoke(main, line).stdout
     assert "1.50" in table
     assert "NVIDIA H200" in table

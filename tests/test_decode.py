@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from support import make_qkv, oracle, oracle_options, run_file
 from torch import Tensor
 
 import attngen
-from attngen import ops
+from attngen import calls, ops
+from attngen.cli import main
 from attngen.config import CONFIG_CLASSES, infeasible, parse
 from attngen.decode import DecodeConfig, footprint, forward_direction, split_count
+from attngen.explain import explain_workload
 from attngen.gpu import INTERPRETER, by_name
-from attngen.identity import record_key
+from attngen.identity import parsed, record_key
 from attngen.lowering import default
 from attngen.pinned import pinned
 from attngen.render import render
@@ -121,6 +124,57 @@ def test_options(options: dict[str, Any], rows: int) -> None:
     with pinned({"decode": SPLIT}):
         got = attngen.attention(q, k, v, **named, **terms, return_lse=True)
     _compare(got, (q, k, v), {**oracle_options(named, q, k), **terms})
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "is_left_out"),
+    [
+        (1, {"causal": True}, True),
+        (1, {"causal": "bottom_right", "softcap": 2.0}, True),
+        (1, {"causal": True, "seqused_k": torch.tensor([0, 1, 75])}, True),
+        (1, {"causal": True, "alibi_slopes": torch.rand(6)}, True),
+        (1, {"causal": "top_left"}, False),
+        (1, {"causal": True, "window": (21, None)}, False),
+        (1, {"causal": True, "q_start": 40, "seqlen_q_total": 79}, False),
+        (1, {"causal": True, "k_start": 10, "seqlen_k_total": 90}, False),
+        (1, {"causal": True, "prefix_lens": torch.tensor([0, 3, 80])}, False),
+        (2, {"causal": True}, False),
+    ],
+    ids=str,
+)
+def test_causal_order_of_one_row(
+    rows: int, options: dict[str, Any], is_left_out: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hides nothing: the kernels without it serve, unless the row is not at the last key."""
+    q, k, v = _inputs(3, 6, rows, 79, 16, heads_kv=2)
+    options = {
+        name: x.int() if isinstance(x, Tensor) and x.dtype == torch.int64 else x
+        for name, x in options.items()
+    }
+    keys, settle = [], calls._settled
+
+    def settled(family: Any, text_key: str, *rest: Any) -> Any:
+        keys.append(text_key)
+        return settle(family, text_key, *rest)
+
+    monkeypatch.setattr(calls, "_settled", settled)
+    found = attngen.attention(q, k, v, **options, return_lse=True)
+    (text_key,) = keys  # of sizes that no other test has
+    assert parsed(text_key).is_causal is not is_left_out
+    if is_left_out:
+        del options["causal"]
+        want = attngen.attention(q, k, v, **options, return_lse=True)
+        assert all(torch.equal(x, y) for x, y in zip(found, want, strict=True))
+
+
+def test_what_serves_causal_order_of_one_row() -> None:
+    spec = AttentionSpec(head_dim=64, causal=True)
+    for rows, is_causal in ((1, False), (2, True)):
+        made = explain_workload(spec, Workload(2, 8, 2, rows, 512), directions=("fwd",))
+        assert made.choices[0].spec.is_causal is is_causal
+        line = ["emit", spec.key, "--direction", "fwd", "--workload", f"2,8,2,{rows},512"]
+        printed = CliRunner().invoke(main, line).stdout
+        assert printed == made.source("fwd")
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

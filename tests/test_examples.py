@@ -36,6 +36,7 @@ PROMISES = {
     "cascade": ("cascade against one call", "keys and values read"),
     "finetune_transformers": ("with eager attention", "less than at first: True"),
     "diffusers_block": ("attngen against native attention: relative difference",),
+    "bench_decode": ("no GPU to time; largest difference",),
     "bench_training": ("attngen: first step", "sdpa: first step", "throughput over SDPA's:"),
     "nanogpt_training": ("loss fell from",),
     "tune_and_read_kernel": ("record kept in", '"direction": "fwd"', "def visible_keys("),

@@ -230,15 +230,21 @@ def test_strides(splits: int, session_cache: Path) -> None:
 
 
 @pytest.mark.parametrize("order", ["rising", "falling"])
-def test_maxima_that_move(order: str, session_cache: Path) -> None:
-    """Keys sorted by their scores, of queries that are 30 times as long: out is rescaled in every
-    tile, or in none."""
-    spec = spec_of()
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize(("dtype", "size"), [("bfloat16", 30), ("float16", 3)])
+def test_maxima_that_move(
+    order: str, splits: int, dtype: str, size: int, session_cache: Path
+) -> None:
+    """Keys sorted by their scores, of long queries: out is rescaled in every tile, or in none, and
+    splits have maxima far apart. With shorter queries weights grow to 2^8."""
+    spec = spec_of(dtype=dtype)
     q, k, _, _ = inputs(spec, [400], heads=6)
-    q = q * 30
+    q = q * size
     ranks = (q[0, 0, 0].float() @ k[0, 0].float().T).argsort(descending=order == "falling")
     k = k[:, :, ranks].contiguous()
-    compare(spec, attend(emitted(spec, session_cache), spec, q, k), q, k, [400])
+    k[..., :128] *= 1000 if dtype == "float16" else 1  # v, and so scores, are large
+    q[..., :128] /= 1000 if dtype == "float16" else 1
+    compare(spec, attend(emitted(spec, session_cache), spec, q, k, splits), q, k, [400])
 
 
 @pytest.mark.parametrize("seed", range(1, 5))

@@ -84,10 +84,13 @@ def emit(
                 f"{what} is given {len(given)} times; keep one, or write a folder of all with "
                 "--standalone DIR"
             )
+    from attngen.one_row import unordered
     from attngen.render import render
 
     spec, where = specs[0], device(gpus[0] if gpus else None)
     if config is None:
+        if workloads and direction != "bwd":
+            spec = unordered(spec, workloads[0].seqlen_q)
         chosen = _looked_up(spec, direction, workloads[0] if workloads else None, where)
     else:
         chosen = parse_config(spec, direction, config, where)

@@ -48,6 +48,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @workload_option(multiple=True, runs=True)
 @direction_option("both")
 @click.option("--rounds", type=click.IntRange(1, 1000), default=5, show_default=True)
+@click.option("--graph", is_flag=True, help="Replay forwards from CUDA graphs: no host time.")
 @click.option("--max-autotune", is_flag=True, help="Time FlexAttention's max-autotune too (slow).")
 @json_option
 def bench(
@@ -55,6 +56,7 @@ def bench(
     workloads: tuple[Workload, ...],
     direction: str,
     rounds: int,
+    graph: bool,
     max_autotune: bool,
     as_json: bool,
 ) -> None:
@@ -65,13 +67,15 @@ def bench(
     """
     import torch
 
+    if graph and direction != "fwd":
+        raise click.UsageError("--graph is for forwards; add --direction fwd")
     if not torch.cuda.is_available():
         raise AttngenError(
             f"bench needs a CUDA device, and torch {torch.__version__} sees none; "
             "`attngen doctor` says why"
         )
     from attngen.bench import bench as compare
-    from attngen.bench import usual_workloads
+    from attngen.bench import by_graph, do_bench, usual_workloads
     from attngen.peers import all_peers
 
     about = _about()
@@ -86,6 +90,7 @@ def bench(
                 peers,
                 directions=directions_of(direction),
                 rounds=rounds,
+                timer=by_graph if graph else do_bench,
                 progress=progress,
             ):
                 if as_json:

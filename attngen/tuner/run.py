@@ -14,6 +14,7 @@ from attngen.decode import family
 from attngen.errors import SpecError, TuningError
 from attngen.gpu import GpuInfo
 from attngen.identity import record_key
+from attngen.one_row import unordered
 from attngen.search_space import axes
 from attngen.spec import AttentionSpec
 from attngen.store import Store
@@ -126,6 +127,8 @@ def tune(
             served = spec.served_as(each).tuned
             if each == "bwd" and (spec.has_lengths or spec.is_quantized):  # has none
                 continue
+            if each == "fwd":
+                served = unordered(served, workload.seqlen_q)
             each = family(each, served, workload.seqlen_q)
             bucket = spec_bucket(each, served, workload)
             key = record_key(served, bucket, where)

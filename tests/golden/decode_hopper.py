@@ -717,24 +717,26 @@ def merge_row(
     l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
     m_ptr = l_ptr + num_rows
     top = float("-inf")
-    for first in range(0, num_splits, MERGED):
-        splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        top = tl.maximum(top, tl.max(m_i, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
     acc = tl.zeros([512], tl.float32)
     for first in range(0, num_splits, MERGED):
         splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
-        weights = tl.exp2((m_i - safe) * exp_scale)
-        total += tl.sum(l_i * weights, 0)
+        is_split = splits < num_splits
         outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
+        m_i = tl.load(m_ptr + splits * stride, is_split, float("-inf"))
+        l_i = tl.load(l_ptr + splits * stride, is_split, 0.0)
         columns = 0 + tl.arange(0, 512)
-        inside = (l_i != 0.0)[:, None]
+        inside = is_split[:, None]
         outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 512]
-        acc += tl.sum(outs * weights[:, None], 0)
+        m_new = tl.maximum(top, tl.max(m_i, 0))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2((top - safe) * exp_scale)
+        weights = tl.exp2((m_i - safe) * exp_scale)
+        total = total * alpha + tl.sum(l_i * weights, 0)
+        top = m_new
+        outs = tl.where((l_i != 0.0)[:, None], outs, 0.0)  # else not written
+        acc = acc * alpha + tl.sum(outs * weights[:, None], 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
     seen = total != 0.0
     safe_total = tl.where(seen, total, 1.0)
     norm = tl.where(seen, 1.0 / safe_total, 0.0)
@@ -888,7 +890,7 @@ def main():
     """Check against PyTorch on random data, then print the time."""
     if not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9:
         raise SystemExit("this kernel needs a GPU of compute capability 9.0, such as an H100")
-    (q, k, v), numbers, _ = example()
+    (q, k, _), numbers, _ = example()
     v = k[..., : HEAD_DIM_V.value]
     want, want_lse = (x[:, :, -ROWS:] for x in reference(q, k, v, **numbers))
     q, length = q[:, :, -ROWS:], k.shape[2]
@@ -897,13 +899,13 @@ def main():
     order = torch.randperm(count + 2, device=q.device)[:count]
     pages = [
         x.new_full((count + 2, page_size, x.shape[1], -(-x.shape[3] // 8) * 8), float("nan"))
-        for x in (k, v)
+        for x in (k,)
     ]
-    pages = [cache[..., : x.shape[3]] for cache, x in zip(pages, (k, v), strict=True)]
-    for cache, x in zip(pages, (k, v), strict=True):
+    pages = [cache[..., : x.shape[3]] for cache, x in zip(pages, (k,), strict=True)]
+    for cache, x in zip(pages, (k,), strict=True):
         padded = torch.nn.functional.pad(x[0].transpose(0, 1), (0, 0, 0, 0, 0, -length % page_size))
         cache[order] = padded.unflatten(0, (count, page_size))
-    k, v = (x.transpose(1, 2) for x in pages)
+    k = pages[0].transpose(1, 2)
     v = k[..., : HEAD_DIM_V.value]
     numbers["block_table"] = order.int()[None]
     out = torch.empty_like(want, dtype=q.dtype)

@@ -73,6 +73,13 @@ def whole(stride):
     return tl.cast(stride, tl.int64) // UNIT * UNIT
 
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)  # the interpreter knows no PTX
+COLUMNS_OF = tl.constexpr(  # of two pairs
+    "{ .reg .b32 x; .reg .b16 even, odd; prmt.b32 x, $2, 0, 0x3120; mov.b32 {even, odd}, x; "
+    "cvt.rn.f16x2.e4m3x2 $0, even; cvt.rn.f16x2.e4m3x2 $1, odd; }"
+)
+
+
 @triton.jit
 def whole_keys(stride):
     """A stride of k or v, of elements of one byte; of v in pairs of columns."""
@@ -86,18 +93,17 @@ def whole_pairs(stride):
 
 
 @triton.jit
-def widened(x):
-    """Keys in float16, which holds all of their values."""
-    return x.to(tl.float16)
-
-
-@triton.jit
 def columns_of(pairs):
     """The even and the odd columns of values that were read in pairs, in float16.
 
     A product wants neighbouring keys of a column next to each other, and there are instructions
     that turn tiles of 16 bits around, but none for 8.
     """
+    if COMPILED:
+        even, odd = tl.inline_asm_elementwise(
+            COLUMNS_OF, "=r,=r,r", [pairs], (tl.float16, tl.float16), is_pure=True, pack=2
+        )
+        return even, odd
     even = pairs.to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     odd = (pairs >> 8).to(tl.int8).to(tl.float8e4nv, bitcast=True).to(tl.float16)
     return even, odd
@@ -191,7 +197,8 @@ def attend(
     l_i,
     m_i,
     v_peak,
-    q,
+    q_even,
+    q_odd,
     unit,
     k_scales,
     stride_kdb,
@@ -233,12 +240,13 @@ def attend(
             end,
             0,
             BLOCK_N,
-            128,
-            HEAD_DIM,
+            64,
+            HEAD_DIM // 2,
             PAGE_SIZE,
-        )  # [BLOCK_N, 128]
-        k = widened(k)
-        qk = tl.dot(q, k.T, input_precision=PRECISION)
+        )  # [BLOCK_N, 64], of pairs
+        k_even, k_odd = columns_of(k)
+        qk = tl.dot(q_even, k_even.T, input_precision=PRECISION)
+        qk = tl.dot(q_odd, k_odd.T, qk, input_precision=PRECISION)
         k_scale = load_scales(
             k_scales,
             stride_kdb,
@@ -317,24 +325,26 @@ def merge_row(
     l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
     m_ptr = l_ptr + num_rows
     top = float("-inf")
-    for first in range(0, num_splits, MERGED):
-        splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        top = tl.maximum(top, tl.max(m_i, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
     acc = tl.zeros([128], tl.float32)
     for first in range(0, num_splits, MERGED):
         splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
-        weights = tl.exp2((m_i - safe) * exp_scale)
-        total += tl.sum(l_i * weights, 0)
+        is_split = splits < num_splits
         outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
+        m_i = tl.load(m_ptr + splits * stride, is_split, float("-inf"))
+        l_i = tl.load(l_ptr + splits * stride, is_split, 0.0)
         columns = 0 + tl.arange(0, 128)
-        inside = (l_i != 0.0)[:, None]
+        inside = is_split[:, None]
         outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 128]
-        acc += tl.sum(outs * weights[:, None], 0)
+        m_new = tl.maximum(top, tl.max(m_i, 0))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2((top - safe) * exp_scale)
+        weights = tl.exp2((m_i - safe) * exp_scale)
+        total = total * alpha + tl.sum(l_i * weights, 0)
+        top = m_new
+        outs = tl.where((l_i != 0.0)[:, None], outs, 0.0)  # else not written
+        acc = acc * alpha + tl.sum(outs * weights[:, None], 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
     seen = total != 0.0
     safe_total = tl.where(seen, total, 1.0)
     norm = tl.where(seen, 1.0 / safe_total, 0.0)
@@ -430,12 +440,12 @@ def attn_decode(
             return
 
     q_rows = q_ptr + head_q * whole(stride_qh) + row_q * whole(stride_qs)
-    k_head = k_ptr + head_kv * whole_keys(stride_kh)
+    k_head = k_ptr.to(tl.pointer_type(tl.int16)) + head_kv * whole_pairs(stride_kh)
     v_head = v_ptr.to(tl.pointer_type(tl.int16)) + head_kv * whole_pairs(stride_vh)
     table_row = block_table_ptr + batch * stride_tb
-    stride_kb = whole_keys(stride_kb)
+    stride_kb = whole_pairs(stride_kb)
     stride_vb = whole_pairs(stride_vb)
-    stride_ks = whole_keys(stride_ks)
+    stride_ks = whole_pairs(stride_ks)
     stride_vs = whole_pairs(stride_vs)
     k_scales = k_descale_ptr + head_kv * tl.cast(stride_kdh, tl.int64)
     stride_kdb = tl.cast(stride_kdb, tl.int64)
@@ -447,6 +457,7 @@ def attn_decode(
     peak = tl.maximum(peak, tl.max(tl.abs(q.to(tl.float32)), 1))
     unit = power_below(peak)
     q = (q.to(tl.float32) / unit[:, None]).to(tl.float16)
+    q_even, q_odd = tl.split(tl.reshape(q, [BLOCK_M, 64, 2]))
 
     acc_even = tl.zeros([BLOCK_M, 64], tl.float32)
     acc_odd = tl.zeros([BLOCK_M, 64], tl.float32)
@@ -459,7 +470,8 @@ def attn_decode(
         l_i,
         m_i,
         v_peak,
-        q,
+        q_even,
+        q_odd,
         unit,
         k_scales,
         stride_kdb,

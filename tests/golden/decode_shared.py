@@ -178,24 +178,26 @@ def merge_row(
     l_ptr = partials_ptr + num_rows.to(tl.int64) * HEAD_DIM_V + row
     m_ptr = l_ptr + num_rows
     top = float("-inf")
-    for first in range(0, num_splits, MERGED):
-        splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        top = tl.maximum(top, tl.max(m_i, 0))
-    safe = tl.where(top == float("-inf"), 0.0, top)
     total = 0.0
     acc = tl.zeros([512], tl.float32)
     for first in range(0, num_splits, MERGED):
         splits = first + tl.arange(0, MERGED)
-        m_i = tl.load(m_ptr + splits * stride, splits < num_splits, float("-inf"))
-        l_i = tl.load(l_ptr + splits * stride, splits < num_splits, 0.0)
-        weights = tl.exp2((m_i - safe) * exp_scale)
-        total += tl.sum(l_i * weights, 0)
+        is_split = splits < num_splits
         outs_ptr = partials_ptr + splits * stride + row.to(tl.int64) * HEAD_DIM_V
+        m_i = tl.load(m_ptr + splits * stride, is_split, float("-inf"))
+        l_i = tl.load(l_ptr + splits * stride, is_split, 0.0)
         columns = 0 + tl.arange(0, 512)
-        inside = (l_i != 0.0)[:, None]
+        inside = is_split[:, None]
         outs = tl.load(outs_ptr[:, None] + columns[None, :], inside, 0.0)  # [MERGED, 512]
-        acc += tl.sum(outs * weights[:, None], 0)
+        m_new = tl.maximum(top, tl.max(m_i, 0))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        alpha = tl.exp2((top - safe) * exp_scale)
+        weights = tl.exp2((m_i - safe) * exp_scale)
+        total = total * alpha + tl.sum(l_i * weights, 0)
+        top = m_new
+        outs = tl.where((l_i != 0.0)[:, None], outs, 0.0)  # else not written
+        acc = acc * alpha + tl.sum(outs * weights[:, None], 0)
+    safe = tl.where(top == float("-inf"), 0.0, top)
     seen = total != 0.0
     safe_total = tl.where(seen, total, 1.0)
     norm = tl.where(seen, 1.0 / safe_total, 0.0)
@@ -456,7 +458,7 @@ ROWS = 2  # query rows of the check: the last of the sequence
 
 def main():
     """Check against PyTorch on random data, then print the time."""
-    (q, k, v), numbers, _ = example()
+    (q, k, _), numbers, _ = example()
     v = k[..., : HEAD_DIM_V.value]
     if not q.is_cuda and not triton.knobs.runtime.interpret:
         raise SystemExit("no GPU here: run it again with TRITON_INTERPRET=1, in the interpreter")

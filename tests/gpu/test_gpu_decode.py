@@ -107,10 +107,11 @@ def test_latent_attention_by_hopper(page: int) -> None:
         cache, table = _paged(k, page)
         used = torch.tensor(lengths, device="cuda", dtype=torch.int32)
         options |= {"block_table": table, "seqused_k": used}
-    spec = attngen.AttentionSpec(head_dim=576, head_dim_v=512, paged=page > 0)
     named = {"block_table": options["block_table"]} if page else {}
-    choice = attngen.compile(spec).explain(q, cache, cache[..., :512], **named).choices[0]
-    assert choice.config.lowering == "hopper"
+    for causal in (False, True):
+        spec = attngen.AttentionSpec(head_dim=576, head_dim_v=512, paged=page > 0, causal=causal)
+        choice = attngen.compile(spec).explain(q, cache, cache[..., :512], **named).choices[0]
+        assert choice.config.lowering == "hopper"
 
     def compare(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, great: bool = False) -> None:
         for b, n in enumerate(lengths):
@@ -118,8 +119,8 @@ def test_latent_attention_by_hopper(page: int) -> None:
             yard = _lse_by_cublas(q[at], k[at], n) if great else None
             _compare(out[at], lse[at], q[at], k[at, :, :n], k[at, :, :n, :512], lse_yard=yard)
 
-    for _ in range(3):
-        compare(*attngen.attention(q, cache, cache[..., :512], **options), q, k)
+    for causal in (False, True, False, True):
+        compare(*attngen.attention(q, cache, cache[..., :512], causal=causal, **options), q, k)
     static_q, static_cache = q * 30, cache.clone()
     found = attngen.attention(static_q, static_cache, static_cache[..., :512], **options)
     compare(*found, q * 30, k, great=True)
@@ -127,6 +128,9 @@ def test_latent_attention_by_hopper(page: int) -> None:
     with torch.cuda.graph(graph):
         made = attngen.attention(static_q, static_cache, static_cache[..., :512], **options)
     static_q.copy_(-q)
+    if page:
+        lengths.reverse()
+        used.copy_(torch.tensor(lengths))
     graph.replay()
     compare(*made, -q, k)
 
