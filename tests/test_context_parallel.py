@@ -19,7 +19,7 @@ from attngen import distributed
 from attngen.distributed.blocks import Rules, blocks
 from attngen.distributed.heads import runs, shares
 from attngen.distributed.layouts import LAYOUTS, in_order, pieces, rows_of
-from attngen.distributed.op import _of_sinks
+from attngen.distributed.op import sinks_gradient
 from attngen.distributed.ring import ring_of
 
 LENGTHS = (1, 7, 24, 37)
@@ -190,4 +190,4 @@ def test_ring_training_loses_as_one_process() -> None:
 def test_the_gradient_of_a_sink_of_minus_infinity_is_zero_where_nothing_is_seen() -> None:
     nothing = torch.full((1, 2, 3), float("-inf"))
     sinks, zeros = nothing[0, :, 0], torch.zeros(1, 2, 3, 4)
-    assert (_of_sinks(sinks, zeros, nothing, zeros + 1) == 0).all()
+    assert (sinks_gradient(sinks, zeros, nothing, zeros + 1) == 0).all()

@@ -23,7 +23,8 @@ from faults import session, table
 from support import REPO
 
 from attngen.config import FwdConfig
-from attngen.search_space import candidates, model_order
+from attngen.search_order import model_order
+from attngen.search_space import candidates
 from attngen.store import Store
 from attngen.trials import Trial
 from attngen.tuner import compile_pool, timing_client, tune

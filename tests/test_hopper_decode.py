@@ -24,7 +24,7 @@ from attngen.gpu import by_name
 from attngen.hopper import HopperBwdConfig, HopperFwdConfig
 from attngen.hopper_decode import HopperDecodeConfig
 from attngen.render import render, template_hash
-from attngen.search_space import search_order, search_starts
+from attngen.search_order import search_order, search_starts
 from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Workload, spec_bucket
 

@@ -20,6 +20,8 @@ LIGHT = ["attngen"] + [
         "hopper_space",
         "lowering",
         "search_space",
+        "cost_model",
+        "search_order",
         "render",
         "store",
         "errors",

@@ -25,14 +25,13 @@ from attngen.identity import record_key, stale_in
 from attngen.records import Record
 from attngen.remembered import Remembered
 from attngen.render import template_hash
+from attngen.search_order import search_order, search_starts
 from attngen.search_space import (
     axes,
     encode,
     joined,
     kernel_parts,
     neighbours,
-    search_order,
-    search_starts,
 )
 from attngen.spec import AttentionSpec
 from attngen.store import Store

@@ -17,7 +17,7 @@ from attngen import config as configs
 from attngen.config import KernelConfig
 from attngen.errors import NoFeasibleConfigError
 from attngen.records import Provenance, Record, now
-from attngen.search_space import portable_order
+from attngen.search_order import portable_order
 from attngen.store import Store
 from attngen.trials import Outcome
 from attngen.tuner.report import TuneReport

@@ -21,7 +21,8 @@ from attngen.config import KernelConfig
 from attngen.errors import NoFeasibleConfigError
 from attngen.gpu import GpuInfo
 from attngen.records import Record, RecordKey
-from attngen.search_space import MODEL_SEEDS, axes, search_order, search_starts
+from attngen.search_order import MODEL_SEEDS, search_order, search_starts
+from attngen.search_space import axes
 from attngen.spec import AttentionSpec
 from attngen.store import Store
 from attngen.timing import HOPELESS, slowed_down
