@@ -797,3 +797,28 @@ def test_revalidate_without_a_spec_takes_what_is_stored(tmp_path: Path) -> None:
     nothing = CliRunner().invoke(main, [*arguments, "nvidia_a100"])
     assert nothing.exit_code == 1
     assert f"{db} holds no winner for nvidia_a100" in nothing.stderr
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_is_stored_is_sought_where_decode_has_it(
+    causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attngen import lookup as lookup_module
+    from attngen.cli import model
+    from attngen.model_plan import PlannedJob
+
+    sought: list[Any] = []
+
+    def look_up(store: Any, *asked: Any) -> Any:
+        sought.extend(asked[:2])
+        return lookup_module.Found(None, "default", [])
+
+    monkeypatch.setattr(lookup_module, "lookup", look_up)
+    job = PlannedJob(
+        AttentionSpec(head_dim=64, causal=causal), Workload(1, 8, 2, 1, 4096), ("fwd",)
+    )
+    store: Any = None
+    model._held(job, "fwd", gpus.by_name("nvidia_h200"), store, True)
+    key, bucket = sought
+    assert key.text_key == AttentionSpec(head_dim=64).text_key
+    assert bucket.key == key.bucket and bucket.direction == "decode"

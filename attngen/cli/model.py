@@ -187,11 +187,15 @@ class _Held:
 def _held(job: PlannedJob, direction: Direction, gpu: GpuInfo, store: Store, here: bool) -> _Held:
     """What serves a job on a GPU: only an exact, current record counts."""
     from attngen.config import infeasible
+    from attngen.decode import family
     from attngen.identity import record_key
     from attngen.lookup import lookup
+    from attngen.one_row import unordered
 
-    spec = job.spec.text
-    bucket = spec_bucket(direction, job.spec, job.workload)
+    spec, rows = job.spec.text, job.workload.seqlen_q
+    if direction == "fwd":
+        spec = unordered(spec, rows)
+    bucket = spec_bucket(family(direction, spec, rows), job.spec, job.workload)
     key = record_key(spec, bucket, gpu)
     found = lookup(store, key, bucket, gpu, lambda config: infeasible(spec, config, gpu))
     if found.record is None or found.tier not in ("user", "shipped"):
