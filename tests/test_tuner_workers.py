@@ -232,7 +232,8 @@ def test_tune_without_a_gpu_says_what_to_do(tmp_path):
 )
 def test_tune_on_the_gpu(tmp_path, named):
     spec, sizes = AttentionSpec(**named), Workload(2, 8, 2, 1000, 1024)
-    how = {"budget": 30.0, "max_trials": 12, "store": tmp_path / "tuning.db"}
+    # Trials end it, not the budget, or a busy machine leaves some for the second time.
+    how = {"budget": 300.0, "max_trials": 12, "store": tmp_path / "tuning.db"}
     reports = tune(spec, sizes, **how)
     for report in reports:
         assert not report.failed, str(report)
