@@ -207,7 +207,7 @@ def test_a_package_runs_without_attngen(tmp_path: Path) -> None:
     found = []
     for code, seconds in ((PACKAGE, 300), (RUN, 120)):
         done = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / "a.pt2")],
+            [sys.executable, "-X", "faulthandler", "-c", code, str(tmp_path / "a.pt2")],
             capture_output=True,
             text=True,
             timeout=seconds,
