@@ -15,9 +15,10 @@ from typing import Any
 
 from attngen.errors import SpecError, UnsupportedSpecError, nearest
 from attngen.model_config import PHASES, Layers, Phase, Skipped, read_config
+from attngen.one_row import kept_at
 from attngen.spec import AttentionSpec
 from attngen.values import shown
-from attngen.workload import DIRECTIONS, Bucket, Direction, Workload, check_direction, spec_bucket
+from attngen.workload import DIRECTIONS, Bucket, Direction, Workload, check_direction
 
 SEQLENS = (2048, 8192)
 """Default lengths. A record also serves one step up or down, in both lengths together and whatever
@@ -83,7 +84,8 @@ class _Jobs:
     ) -> None:
         new: list[Direction] = []
         for each in directions:
-            key = (spec.text_key, spec_bucket(each, spec, workload).key)
+            served, bucket = kept_at(each, spec, workload)
+            key = (served.text_key, bucket.key)
             at = self._at.setdefault(key, len(self._jobs))
             if at == len(self._jobs):
                 new.append(each)

@@ -8,12 +8,15 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from torch import Tensor
-
-from attngen.decode import forward_direction
+from attngen.decode import family, forward_direction
 from attngen.identity import parsed
 from attngen.spec import AttentionSpec
+from attngen.workload import Bucket, Direction, Workload, spec_bucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _WHOLE = {
     "bottom_right": 1,
@@ -29,6 +32,14 @@ _WHOLE = {
 def unordered(spec: AttentionSpec, seqlen_q: int) -> AttentionSpec:
     """The spec whose kernels serve a forward of so many rows of whole sequences."""
     return spec if spec.causal == "top_left" else _unordered(spec, seqlen_q)
+
+
+def kept_at(
+    direction: Direction, spec: AttentionSpec, workload: Workload
+) -> tuple[AttentionSpec, Bucket]:
+    """The spec and the bucket under which what serves a call of whole sequences is recorded."""
+    served = unordered(spec, workload.seqlen_q) if direction == "fwd" else spec
+    return served, spec_bucket(family(direction, served, workload.seqlen_q), served, workload)
 
 
 def _unordered(spec: AttentionSpec, seqlen_q: int) -> AttentionSpec:

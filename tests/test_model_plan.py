@@ -822,3 +822,22 @@ def test_what_is_stored_is_sought_where_decode_has_it(
     key, bucket = sought
     assert key.text_key == AttentionSpec(head_dim=64).text_key
     assert bucket.key == key.bucket and bucket.direction == "decode"
+
+
+def test_a_decode_has_one_place_whatever_its_order() -> None:
+    """One job, one bucket and one place of a benchmark, with and without causal order."""
+    from attngen import model_plan
+    from attngen.cli import model
+    from attngen.report.bench_lines import BenchLine
+
+    workload, bare = Workload(1, 8, 2, 1, 4096), AttentionSpec(head_dim=64)
+    specs = [bare, AttentionSpec(head_dim=64, causal=True)]
+    jobs = model_plan._Jobs()
+    for spec in specs:
+        jobs.add(spec, workload, ("fwd",), "")
+        (job,) = jobs.all()
+        assert "decode" in model._job_dict(job, {}, 1.0)["buckets"][0]
+        about = {"gpu": "NVIDIA H200"}
+        line = BenchLine(1, "bench.jsonl:1", about, spec, workload, "fwd", 3, ())
+        key = record_key(bare, spec_bucket("decode", bare, workload), gpus.by_name("nvidia_h200"))
+        assert line.place_key == ("nvidia_h200", key.text_key, key.bucket)

@@ -19,7 +19,7 @@ from attngen.model_config import PHASES, Phase
 from attngen.model_plan import Plan, PlannedJob, plan_list, plan_model, plan_stored, read_file
 from attngen.spec import AttentionSpec
 from attngen.spec_rules import DTYPES
-from attngen.workload import Direction, Workload, spec_bucket
+from attngen.workload import Direction, Workload
 
 if TYPE_CHECKING:
     from attngen.store import Store
@@ -187,15 +187,12 @@ class _Held:
 def _held(job: PlannedJob, direction: Direction, gpu: GpuInfo, store: Store, here: bool) -> _Held:
     """What serves a job on a GPU: only an exact, current record counts."""
     from attngen.config import infeasible
-    from attngen.decode import family
     from attngen.identity import record_key
     from attngen.lookup import lookup
-    from attngen.one_row import unordered
+    from attngen.one_row import kept_at
 
-    spec, rows = job.spec.text, job.workload.seqlen_q
-    if direction == "fwd":
-        spec = unordered(spec, rows)
-    bucket = spec_bucket(family(direction, spec, rows), job.spec, job.workload)
+    served, bucket = kept_at(direction, job.spec, job.workload)
+    spec = served.text
     key = record_key(spec, bucket, gpu)
     found = lookup(store, key, bucket, gpu, lambda config: infeasible(spec, config, gpu))
     if found.record is None or found.tier not in ("user", "shipped"):
@@ -277,12 +274,14 @@ def _words(stored: dict[Direction, _Held]) -> str:
 
 
 def _job_dict(job: PlannedJob, stored: dict[Direction, _Held], seconds: float) -> dict[str, Any]:
+    from attngen.one_row import kept_at
+
     return {
         "spec": job.spec.key,
         "text_key": job.spec.text_key,
         "workload": str(job.workload),
         "directions": list(job.directions),
-        "buckets": [spec_bucket(d, job.spec, job.workload).key for d in job.directions],
+        "buckets": [kept_at(d, job.spec, job.workload)[1].key for d in job.directions],
         "stored": {direction: held.word for direction, held in stored.items()},
         "seconds": seconds,
         "why": list(job.why),

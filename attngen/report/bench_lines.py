@@ -9,10 +9,11 @@ from typing import Any
 
 from attngen.errors import AttngenError
 from attngen.gpu import slug_of
+from attngen.one_row import kept_at
 from attngen.report.work import Work, work_of
 from attngen.spec import AttentionSpec
 from attngen.values import shown
-from attngen.workload import MAX_SIZE, Direction, Workload, check_direction, spec_bucket
+from attngen.workload import MAX_SIZE, Direction, Workload, check_direction
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,8 @@ class BenchLine:
     @property
     def place_key(self) -> tuple[str, str, str]:
         """What a record for the same call has: GPU, text key and bucket."""
-        bucket = spec_bucket(self.direction, self.spec, self.workload)
-        return (self.gpu, self.spec.text_key, bucket.key)
+        served, bucket = kept_at(self.direction, self.spec, self.workload)
+        return (self.gpu, served.text_key, bucket.key)
 
     @property
     def work(self) -> Work:
