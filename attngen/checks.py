@@ -102,9 +102,9 @@ def check_kinds(tensors: dict[str, Any]) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             kind = f"{type(x).__module__}.{type(x).__name__}".removeprefix("builtins.")
-            raise SpecError(
-                f"{name} must be a torch.Tensor, got {kind}; make one with torch.as_tensor({name})"
-            )
+            is_text = x is None or isinstance(x, str)  # of which torch makes none
+            step = "pass one" if is_text else f"make one with torch.as_tensor({name})"
+            raise SpecError(f"{name} must be a torch.Tensor, got {kind}; {step}")
         if x.is_nested:
             raise SpecError(
                 f'{name} is a nested tensor, which attngen.attention and specs with layout="thd" '

@@ -12,7 +12,7 @@ from attngen.checks import check_kinds
 from attngen.dropout import check_seed, seed_of
 from attngen.errors import SpecError
 from attngen.shard import Shard, check_shard
-from attngen.values import flag, whole
+from attngen.values import first, flag
 
 # Defaults of a call, known by identity: an argument that is none of them is looked at.
 _ZERO, _ONE = 0, 1
@@ -73,7 +73,7 @@ def call_op(
         q_start, q_step, k_start, k_step, total_q, total_k = shard
     batch_start, head_start = starts
     if compiling or batch_start is not _ZERO or head_start is not _ZERO:
-        starts = whole("batch_start", batch_start), whole("head_start", head_start)
+        starts = first("batch_start", batch_start), first("head_start", head_start)
     scalars = [float(softmax_scale)]
     ints = [int(partial)]
     extra: list[Tensor | None] = []

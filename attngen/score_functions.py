@@ -237,7 +237,9 @@ def function_text(name: str, value: Any) -> Any:
         text = read(name, str(value)).text
         return FunctionText(text, value.tensors) if isinstance(value, FunctionText) else text
     if not callable(value):
-        raise SpecError(f"{name} must be None or a function, got {shown(value)}")
+        raise SpecError(
+            f"{name} must be None or a function, got {shown(value)}; leave {name} out for None"
+        )
     from attngen.score_capture import capture  # torch, which only functions need
 
     return capture(name, value)

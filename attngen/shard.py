@@ -46,16 +46,17 @@ def _check_shard(
     return q_start, q_step, k_start, k_step, total_q, total_k
 
 
+_TOTAL_STEP = "it is the length of the whole sequence"
 _known_shard = functools.lru_cache(maxsize=4096, typed=True)(_check_shard)
 
 
 def _check_rows(
     side: str, start: int, step: int, total: int | None, seqlen: int, bottom_right: bool
 ) -> tuple[int, int, int | None]:
-    start = whole(f"{side}_start", start)
-    step = whole(f"{side}_step", step, 1)
+    start = whole(f"{side}_start", start, step="0 is the first row")
+    step = whole(f"{side}_step", step, 1, step="1 takes every row")
     if total is not None:
-        total = whole(f"seqlen_{side}_total", total)
+        total = whole(f"seqlen_{side}_total", total, step=_TOTAL_STEP)
     if start == 0 and step == 1 and total is None:
         return start, step, total
     end = start + (seqlen - 1) * step + 1

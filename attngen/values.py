@@ -69,6 +69,11 @@ def whole(
     return value  # type: ignore[no-any-return]  # checked above
 
 
+def first(name: str, value: Any) -> int:
+    """The batch row or head of the whole call that a part of it begins with."""
+    return whole(name, value, step="0 is the first one; leave it out where the call is whole")
+
+
 def flag(name: str, value: Any, allowed: str = "True or False") -> bool:
     """True or False; not 1, "yes" or anything else that Python takes for it."""
     held = plain(value)

@@ -468,6 +468,13 @@ FP8_FORWARD = [
         id="fences-products",
     ),
     pytest.param(
+        64,
+        {"fp8_scale": "block", "causal": "top_left", "chunk": 64, **E4M3},
+        (400, 65),
+        {"block_n": 64},
+        id="block-rows-far-past-keys",
+    ),
+    pytest.param(
         256, {"fp8_scale": "tensor", "causal": True, **E4M3}, (130,), QUIET, id="d256-causal"
     ),
 ]

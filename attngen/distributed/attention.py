@@ -30,6 +30,7 @@ from attngen.text_keys import text_key
 from attngen.values import (
     MAX_POSITION,
     cap_number,
+    first,
     flag,
     one_of,
     probability,
@@ -380,8 +381,8 @@ def _run(
     ints |= dict.fromkeys(("q_start", "k_start"), 0) | dict.fromkeys(("q_step", "k_step"), 1)
     ints |= {"seqlen_q_total": totals[0], "seqlen_k_total": totals[1]}
     ints["bottom_right"] = int(causal != "top_left")
-    ints["batch_start"] = whole("batch_start", batch_start)
-    ints["head_start"] = whole("head_start", head_start)
+    ints["batch_start"] = first("batch_start", batch_start)
+    ints["head_start"] = first("head_start", head_start)
     scalars = {"softmax_scale": softmax_scale, "softcap": softcap, "dropout_p": dropout_p}
     out, lse, *_ = torch.ops.attngen.cp_fwd(
         plan,

@@ -25,7 +25,9 @@ def totals_of(
         total_q = q.shape[2] * world
     if total_k is None:
         total_k = total_q if k.shape[2] == q.shape[2] else k.shape[2] * world
-    return whole("seqlen_q_total", total_q), whole("seqlen_k_total", total_k)
+    step = "it is the length of the whole sequence"
+    q_total = whole("seqlen_q_total", total_q, step=step)
+    return q_total, whole("seqlen_k_total", total_k, step=step)
 
 
 def world_of(plan: str) -> int:
