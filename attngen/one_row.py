@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from attngen.decode import family, forward_direction
-from attngen.identity import parsed
 from attngen.spec import AttentionSpec
 from attngen.workload import Bucket, Direction, Workload, spec_bucket
 
@@ -60,7 +59,7 @@ def unordered_call(text_key: str, q: Tensor, ints: Sequence[int]) -> tuple[str, 
 
 @functools.lru_cache(maxsize=4096)
 def _unordered_call(text_key: str, ints: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-    spec = parsed(text_key)
+    spec = AttentionSpec.parse(text_key)
     bare = _unordered(spec, 1)
     named = dict(zip(spec.int_args, ints, strict=True))
     if bare is spec or any(named[name] != value for name, value in _WHOLE.items()):
