@@ -36,7 +36,7 @@ NEWEST = OMP_NUM_THREADS=1 .venv-newest/bin/python
 demo: $(READY)
 	$(PY) examples/demo.py
 
-# 5 to 7 minutes on 2 idle cores.
+# 5 to 9 minutes on 2 cores.
 test: lint
 	$(PYTEST) -q -n 2 --dist worksteal -m "not gpu and not slow"
 
