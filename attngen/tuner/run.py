@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from attngen import gpu as gpus
-from attngen.decode import family
 from attngen.errors import SpecError, TuningError
 from attngen.gpu import GpuInfo
 from attngen.identity import record_key
-from attngen.one_row import unordered
+from attngen.one_row import kept_at
 from attngen.search_space import axes
 from attngen.spec import AttentionSpec
 from attngen.store import Store
@@ -29,7 +28,6 @@ from attngen.workload import (
     Direction,
     Workload,
     check_direction,
-    spec_bucket,
 )
 
 
@@ -127,10 +125,7 @@ def tune(
             served = spec.served_as(each).tuned
             if each == "bwd" and (spec.has_lengths or spec.is_quantized):  # has none
                 continue
-            if each == "fwd":
-                served = unordered(served, workload.seqlen_q)
-            each = family(each, served, workload.seqlen_q)
-            bucket = spec_bucket(each, served, workload)
+            served, bucket = kept_at(each, served, workload)
             key = record_key(served, bucket, where)
             job = Job(
                 served,
@@ -144,8 +139,8 @@ def tune(
                 exhaustive,
                 revalidate,
             )
-            timer.open(served, workload if present else _token(workload), each)
-            with CompilePool(served, workload, each, where, jobs) as pool:
+            timer.open(served, workload if present else _token(workload), bucket.direction)
+            with CompilePool(served, workload, bucket.direction, where, jobs) as pool:
                 if shared is not None:
                     run = shared(job, store, pool, timer, tell)
                 elif present:
